@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from hybrid_proxy.controller.errors import ConfigError
 from hybrid_proxy.controller.serving.protocol import ConfigurationStatus
+from hybrid_proxy.dataplane.reports import some
 
 if TYPE_CHECKING:
     from hybrid_proxy.controller.settings.config import Config
@@ -67,7 +68,7 @@ class ConfigFollower:
                 raise found
             proposed = change(self._followed.loaded, found)
         except ConfigError as error:
-            self.refused = str(error)
+            self.refused = some(error.problems, "; ")
             log.error("the changed configuration is not used, the one before stays: %s", error)  # noqa: TRY400
             return None
         self.refused, self._waiting = "", proposed.waiting

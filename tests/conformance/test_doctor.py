@@ -779,7 +779,7 @@ INCIDENTS = [
         firewall(UNCOUNTED.replace("tcp dport 8080", REQUESTS)),
         (NAME,),
         "firewall",
-        said="requests from a pod to 10.77.1.12:8080 fail, those from the node do not",
+        said="connections from a pod to 10.77.1.12:8080 fail, those from the node do not",
     ),
     Incident(
         "the firewall drops answers, uncounted",

@@ -304,7 +304,7 @@ TEXTS = [
     pytest.param(facts(packet=PACKET, verdicts=(AWAY,), elsewhere={"10.0.1.1": "n2", "fd00::1": "n2"}), "externalTrafficPolicy Local drops it at this node: no endpoint here: 10.0.1.1 on n2", id="which policy drops, and where endpoints are"),
     pytest.param(facts(*GOOD, ports=(port(A, B, ranges=("10.1.0.0/16",)),)), "shop/web is well: 6 of 6 connections were answered; 198.51.100.7 admits 10.1.0.0/16 alone (loadBalancerSourceRanges)", id="who is let in"),
     pytest.param(facts(after(2.0, tried(A)), after(0.003, tried(B))), "shop/web is well: 4 of 4 connections were answered, but backend 10.0.0.1:8080 answers after 2.0 s, the others after 3 ms", id="how slow a backend is"),
-    pytest.param(facts(*GOOD, ports=(port(A, B, "10.0.0.3:8080"),), own=("10.0.9.9",)), "shop/web is well: 6 of 6 connections were answered; 1 of 3 backends was not tried: doctor tries no more at once", id="how many were not tried"),
+    pytest.param(facts(*GOOD, ports=(port(A, B, "10.0.0.3:8080"),), own=("10.0.9.9",)), "shop/web is well: 6 of 6 connections were answered; 1 of 3 backends was not tried: it tries no more at once", id="how many were not tried"),
     pytest.param(facts(*GOOD, ports=(port(A, B), SIX), own=("10.0.9.9",)), "shop/web is well: 6 of 6 connections were answered; 1 of 3 backends was not tried: this node has no IPv6 address to try it from", id="why one was not tried"),
     pytest.param(facts(*LOST, by("10.0.0.8", *tried(A), *tried(B)), rules=(OWN_DROP,)), "pod 10.0.0.9 does not reach 10.0.0.1:8080, 10.0.0.2:8080; another pod and the node do; the firewall of pod 10.0.0.9 has `counter drop` in chain c of table inet fw, which may drop them", id="what the client's own firewall may do"),
     pytest.param(facts(*LOST, rules=(OWN_DROP,), counted={OWN_DROP: 4}), "the firewall of pod 10.0.0.9 drops packets in OUTPUT: `counter drop` in chain c of table inet fw counted 4 packets while connections from a pod to 10.0.0.1:8080, 10.0.0.2:8080 fail, those from the node do not", id="the client's own firewall"),
@@ -519,7 +519,7 @@ def test_nat_without_a_counter_that_takes_what_fails_is_likely_once() -> None:
     assert [each.mark for each in verdict.findings if each.subject == "NAT"] == ["warning"] * 2
     assert [each.cause for each in verdict.findings if each.mark == "warning"] == ["foreign-nat"] * 2
     cause, _, findings = service(facts(*GOOD, rules=tuple(rules)), node)
-    assert (cause, [each.mark for each in findings if each.subject == "NAT"]) == ("", ["unknown"] * 2)
+    assert (cause, [each.mark for each in findings if each.subject == "NAT"]) == ("foreign-nat", ["warning"] * 2)
 
 
 @pytest.mark.parametrize(
@@ -742,6 +742,33 @@ def test_endpoints_that_flapped_are_history(seconds: float, cause: Cause) -> Non
     assert diagnose("node", findings).cause == cause
     (told,) = (each for each in findings if each.subject == "history")
     assert (" flap: " in told.text, " flapped: " in told.text) == (cause == "flapping", cause != "flapping")
+
+
+def test_endpoints_that_flap_come_after_what_is_wrong_now() -> None:
+    row = ChangeRow(first=900.0, last=910.0, kind="endpoints", service="shop/web", count=8, flapping=True)
+    node = msgspec.structs.replace(WELL, changes=(row,))
+    _, _, findings = service(facts(tried(A, "refused", "refused"), tried(B)), node)
+    causes = [each.cause for each in findings if each.cause]
+    assert causes == ["backend-refuses", "flapping"]
+
+
+@pytest.mark.parametrize("families", [(4, 6), (6, 4)])
+def test_what_is_wrong_in_both_families_is_one_problem(families: tuple[int, ...]) -> None:
+    both = {4: port(), 6: msgspec.structs.replace(SIX, backend_sets=(BackendSet((), why="ready endpoints"),))}
+    found = facts(ports=tuple(both[family] for family in families))
+    verdict = diagnose("shop/web", list(service_findings(found, WELL)))
+    assert verdict.verdict.endswith("(shop/web:http, IPv4 and IPv6)")
+    (told,) = (each for each in verdict.findings if each.mark == "problem")
+    assert told.cause == "no-endpoint"
+
+
+def test_a_pod_that_no_pod_reaches_is_not_told_of_before_the_client_that_was_named() -> None:
+    """One rule drops what it sends, and all answers to it."""
+    named, other = tried(B, pod="silent"), by("10.0.0.2", *tried(A, pod="silent"))
+    found = facts(tried(A, pod=None), named, other, by("10.0.0.8", *tried(A)), rules=(DROP,), counted={DROP: 9})
+    verdict = diagnose("shop/web", list(service_findings(found, WELL)))
+    assert B in verdict.verdict
+    assert "10.0.0.2 does not reach" not in " ".join(each.text for each in verdict.findings)
 
 
 def test_the_changes_of_a_service_that_is_gone_are_told() -> None:

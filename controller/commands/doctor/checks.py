@@ -268,7 +268,7 @@ def _away(node: NodeFacts, facts: ServiceFacts | None = None) -> Iterator[Findin
         whose = "kube-proxy" if rule.chain.startswith("KUBE-") else "another program"
         text = f"{whose}'s NAT sends packets to {address} ({service}) elsewhere"
         if facts is None:
-            yield _counted("NAT", text, rule, rule.packets, _accept(rule), "problem", "warning")
+            yield _counted("NAT", text, rule, rule.packets, _accept(rule), "problem")
         elif rule.packets is None and any(_is_about(rule, each, facts) for each in _failing(facts.tried)):
             continue  # the finding about what fails names it
         elif belongs(facts.name, service):
@@ -276,11 +276,9 @@ def _away(node: NodeFacts, facts: ServiceFacts | None = None) -> Iterator[Findin
             yield _counted("NAT", text, rule, facts.counted.get(own, rule.packets and 0), _accept(rule), "problem")
 
 
-def _counted(
-    subject: str, text: str, rule: Rule, packets: int | None, todo: str, bad: Mark, unknown: Mark = "unknown"
-) -> Finding:
+def _counted(subject: str, text: str, rule: Rule, packets: int | None, todo: str, bad: Mark) -> Finding:
     count = "how often is not counted" if packets is None else f"{several(packets, 'packet')} so far"
-    mark = unknown if packets is None else bad if packets else "ok"
+    mark: Mark = ("warning" if rule.away else "unknown") if packets is None else bad if packets else "ok"
     cause: Cause = "" if mark in ("unknown", "ok") else "foreign-nat" if rule.away else "firewall"
     return Finding(mark, subject, f"{text}: {_rule(rule)}; {count}", todo, cause)
 
@@ -371,8 +369,8 @@ def service_findings(facts: ServiceFacts, node: NodeFacts) -> Iterator[Finding]:
     """Object, table, kernel, connections, drops; it ends where there is nothing more to ask."""
     found = _object(facts, node)
     yield from _remembered(found, node)
-    yield from _history(facts, node)
     if not facts.ports:
+        yield from _history(facts, node)
         return
     yield from _remembered(_table(facts), node)
     yield from _restrictions(facts, node)
@@ -389,6 +387,7 @@ def service_findings(facts: ServiceFacts, node: NodeFacts) -> Iterator[Finding]:
         text = f"during these connections: {_by_reason(facts.events)}"
         name = f" {facts.name}" * bool(facts.name)
         yield Finding("warning", "drops", text, f"`hybrid-proxy drops{name}` lists them", "drops")
+    yield from _history(facts, node)
 
 
 def _history(facts: ServiceFacts, node: NodeFacts) -> Iterator[Finding]:
@@ -542,8 +541,13 @@ def _table(facts: ServiceFacts) -> Iterator[Finding]:
         elif verdict.verdict == "drop":
             family = next(port.family for port in facts.ports if port.name == verdict.service)
             yield Finding("problem", "table", *_policy(verdict.why, facts, family, "it"), "no-local-endpoint")
-    for port in facts.ports:
-        yield from _sets(port, facts)
+    told = dict[tuple[str, str], Finding]()
+    for port in sorted(facts.ports, key=lambda port: port.family):
+        for each in _sets(port, facts):
+            key = port.name, each.cause or each.text
+            text = told[key].text.replace("IPv4", "IPv4 and IPv6") if key in told else each.text
+            told[key] = msgspec.structs.replace(each, text=text)
+    yield from told.values()
 
 
 def _sets(port: TablePort, facts: ServiceFacts) -> Iterator[Finding]:
@@ -744,9 +748,7 @@ def _connections(facts: ServiceFacts, node: NodeFacts) -> Iterator[Finding]:
         yield Finding("unknown", "connections", text, todo, "untried")
     if left := (known := _known(facts, node)) - {each.end for each in facts.tried}:
         lacking = {6 if target.startswith("[") else 4 for target, _ in left} - set(map(family_of, facts.own))
-        why = (
-            f"this node has no IPv{max(lacking)} address to try it from" if lacking else "doctor tries no more at once"
-        )
+        why = f"this node has no IPv{max(lacking)} address to try it from" if lacking else "it tries no more at once"
         text = f"{len(left)} of {several(len(known), 'backend')} {_verb([*left], 'was', 'were')} not tried: {why}"
         yield Finding("unknown", "connections", text, cause="untried")
     lossy = {
@@ -760,17 +762,17 @@ def _connections(facts: ServiceFacts, node: NodeFacts) -> Iterator[Finding]:
         direct = [each for each in direct if each.end not in ends]
         through = [each for each in through if each.port not in gone]
     lost = lost_on_the_way(direct)
-    by_pods = [each for each in direct if each.place == "pod" and each not in lost]
-    reached = {each.end for each in by_pods if is_good(each) or each.outcome in REACHED}
+    well = (*REACHED, "sent")
+    reached = {each.end for each in direct if each.place == "pod" and each not in lost and each.outcome in well}
     if sick := [each for each in lost if each.end in reached]:  # from another pod they succeed
         mine = [each for each in sick if each.source == sick[0].source]
         text = f"pod {sick[0].source} does not reach {_targets(mine)}; another pod and the node do"
         todo = "look at that pod: its routes, its firewall, its network policies"
         if any(is_good(each) for each in direct if each.source == sick[0].source):
             todo = "look at firewalls and network policies between these two, in both pods"
-        to_it = [each.outcome in LOST for each in direct if _host(each) == sick[0].source]
-        if to_it and all(to_it):
-            pass  # it answers nobody either, which is a finding of its own
+        to_it = [each for each in direct if _host(each) == sick[0].source and each.place == "pod"]
+        if to_it and all(each.outcome in (*LOST, *UNANSWERED) for each in to_it):
+            pass  # it answers no pod either, which is a finding of its own
         elif explaining := _explaining(facts, node, mine):
             yield _blamed(facts, explaining, mine, text)
         else:
@@ -778,9 +780,8 @@ def _connections(facts: ServiceFacts, node: NodeFacts) -> Iterator[Finding]:
             text += "".join(f"; {_firewall(rule)} has {_rule(rule)}, which may drop them" for rule in may)
             todo = "; else ".join([*map(_accept, may), todo])
             yield Finding("problem", "client", text, todo, "client-pod", not may, 1)
-        lost = [each for each in lost if each.source != sick[0].source]
-        direct = [each for each in direct if each.source != sick[0].source]
-        through = [each for each in through if each.source != sick[0].source]
+        by_others = ([each for each in rows if each.source != sick[0].source] for rows in (lost, direct, through))
+        lost, direct, through = by_others
     served = bool(through) and all(map(is_good, through))
     explained = {each.port for each in (*_failing(direct), *dead)}  # a service port cannot be better than its backends
     bad = [each for each in _failing(through) if each.port not in explained]
@@ -801,7 +802,7 @@ def _connections(facts: ServiceFacts, node: NodeFacts) -> Iterator[Finding]:
             named = pairs if len(dict(pairs)) >= least else named
         for rule, those in named:
             ends |= {each.end for each in those}
-            yield _blamed(facts, [rule], those, f"{_kind(those)} to {_targets(those)} failed {_from(those)}")
+            yield _blamed(facts, [rule], those, f"connections to {_targets(those)} failed {_from(those)}")
     yield from _of_backends([each for each in direct if each.end not in ends], facts, node)
     yield from _slow(direct)
     if bad:
@@ -958,9 +959,8 @@ def lost_on_the_way(direct: Sequence[Tried], place: Place = "pod") -> list[Tried
 
     def is_lost(each: Tried) -> bool:
         untold = each.protocol == "UDP" and _host(each) in limited
-        if each.outcome in UNANSWERED:
-            return each.end in answered
-        return each.end in reached and (each.outcome in LOST or (each.outcome == "refused" and not untold))
+        lost = each.outcome in (*LOST, *UNANSWERED) or (each.outcome == "refused" and not untold)
+        return lost and each.end in (answered if each.outcome in UNANSWERED else reached)
 
     return [each for each in direct if each.place == place and is_lost(each)]
 
@@ -982,7 +982,7 @@ def _on_the_way(
         if lost or not {"forward", "postrouting"}.issuperset(rule.hooks)
     ]
     forwarded = failed[0].place == "pod"
-    seen = f"{_kind(failed)} {_from(failed)} to {_targets(failed)} fail"
+    seen = f"connections {_from(failed)} to {_targets(failed)} fail"
     seen += f", those from {'the node' if forwarded else 'a pod'} do not" * lost
     # In other modes a connection that succeeded says nothing of the next one, which may be to another backend.
     harmless = served and bool(node.programmed) and WITHOUT_FORWARD.issuperset(node.programmed)
@@ -1106,10 +1106,6 @@ def _from(tried: Sequence[Tried]) -> str:
 def _places(tried: Sequence[Tried]) -> str:
     pods = sorted({each.source for each in tried if each.place == "pod"})
     return f"from the node and from pod {pods[0]}" if pods else "from the node"
-
-
-def _kind(tried: Sequence[Tried]) -> str:
-    return "requests" if all(each.outcome in UNANSWERED for each in tried) else "connections"
 
 
 def _targets(tried: Sequence[Tried]) -> str:

@@ -7,7 +7,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from ipaddress import ip_address, ip_network
-from typing import Final
+from typing import Any, Final
 
 import msgspec
 
@@ -156,12 +156,10 @@ def counted(before: Iterable[Rule], after: Iterable[Rule]) -> Mapping[Rule, int]
     return +found  # what is above 0
 
 
-def taken(
-    rules: Iterable[Rule], services: Mapping[tuple[str | None, int, int], str | None]
-) -> Iterator[tuple[str, str, Rule]]:
+def taken(rules: Iterable[Rule], at: Mapping[tuple[Any, int, int], str | None]) -> Iterator[tuple[str, str, Rule]]:
     """Find the rules that redirect packets to some of these addresses, which they name: service, address and rule."""
     for rule in rules:
         named = set(_WORD.findall(_ENDS.split(rule.text)[0])) if rule.away else ()
-        for (address, port, _), name in services.items():
-            if address and address in named and takes(rule.text, {"daddr": address, "dport": str(port)}, surely=False):
+        for (address, port, _), name in at.items():
+            if address in named and takes(rule.text, {"daddr": address, "dport": str(port)}, surely=False):
                 yield (name or "-").partition(":")[0], address, rule

@@ -151,10 +151,8 @@ def _gateway(client: str, wrong: str, pods: Iterable[Pod]) -> str:
 def _not_forwarded(address: str, to: links.Interface, peers: Iterable[str]) -> tuple[str, str] | None:
     """Return why the node does not forward what an address sends, which comes in there, and what to do."""
     cut = [each for each in peers if links.next_hop(each) and not links.next_hop(each, address, to.index)]
-    if not cut:
-        return None
-    if sysctl.read(sysctl.FORWARDING[family_of(address)]) == "0":
-        return None  # the node's own finding says so
+    if not cut or sysctl.read(sysctl.FORWARDING[family_of(address)]) == "0":
+        return None  # of forwarding the node's own finding says so
     if sysctl.read(f"net/ipv4/conf/{to.name}/forwarding") == "0":
         return forwarding_off([to.name])
     rules = links.main_route(address)[2]

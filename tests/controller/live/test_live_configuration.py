@@ -226,6 +226,10 @@ def test_log_level_and_what_waits_and_what_is_refused(start: Callable[[str], Age
     status = agent.wait(lambda status: status.configuration.refused, 10, "aware of the error")
     field = f"{file.path}: KubeProxyConfiguration.nftables.masqueradeBit 99: "
     assert status.configuration.refused.startswith(field)
+    file.theirs["iptables"] = {"masqueradeBit": 98}
+    file.write()
+    status = agent.wait(lambda status: "98" in status.configuration.refused, 10, "aware of both errors")
+    assert ("\n" in status.configuration.refused, field in status.configuration.refused) == (False, True)
 
     file.theirs, file.ours = {"clusterCIDR": ",".join(CLUSTER_CIDRS)}, {"mode": "nftables"}
     file.write()
