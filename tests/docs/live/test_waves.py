@@ -33,7 +33,9 @@ from ..pages import ROOT, blocks, table, tree
 
 PAGE = "docs/migration.md"
 (QUERIES,) = re.findall(r"^```promql\n(.*?)^```", (ROOT / PAGE).read_text(), re.MULTILINE | re.DOTALL)
-GATES = {title: (query, must) for title, must, query in re.findall(r"^# (.*): (.*)\n(.*)$", QUERIES, re.MULTILINE)}
+GATES = {
+    title: (query, must) for title, must, query in re.findall(r"^# (.*): ([^;\n]*).*\n(.*)$", QUERIES, re.MULTILINE)
+}
 WAVES = {1: 1, 2: 5, 3: 14, 4: 1, 5: 1}  # nodes: the third takes what there is, then Windows, then the control plane
 KUBE_PROXY = """
 {kind: DaemonSet, apiVersion: apps/v1, metadata: {name: kube-proxy, namespace: kube-system}, spec: {
@@ -110,10 +112,10 @@ def answers(text: str) -> Iterator[str]:
 class Walk:
     """A shell before a cluster; after each command every node has one proxy, and helpers only where they belong."""
 
-    def __init__(self, folder: Path, execute: Execute | None = None) -> None:
+    def __init__(self, folder: Path, execute: Execute | None = None, workers: int = 20) -> None:
         self.cluster, self.folder, self.agents = Cluster(execute), tree(folder), folder / "agents"
         self.agents.mkdir()
-        for name in ("cp", *(f"worker{n}" for n in range(1, 21)), "windows"):
+        for name in ("cp", *(f"worker{n}" for n in range(1, workers + 1)), "windows"):
             labels = {"kubernetes.io/os": "windows" if name == "windows" else "linux"}
             node = {"kind": "Node", "apiVersion": "v1", "metadata": {"name": name, "labels": labels}, "spec": {}}
             node["status"] = {"conditions": [READY]}
@@ -429,6 +431,27 @@ def test_the_operator_gets_the_alerts(tmp_path: Path) -> None:
     assert rule["spec"] == yaml.safe_load((ROOT / "deploy/monitoring/alerts.yaml").read_text())
     monitor = yaml.safe_load_all((ROOT / "deploy/components/servicemonitor/servicemonitor.yaml").read_text())
     assert rule["metadata"]["labels"].items() <= list(monitor)[-1]["metadata"]["labels"].items()
+    walk.type("silence")
+    assert not walk.cluster.objects["prometheusrules"]
+
+
+def test_an_alert_that_no_agent_answers_is_loaded_between_agents() -> None:
+    page = (ROOT / PAGE).read_text()
+    steps = [
+        page.index(f"```sh cluster {name}\n") for name in ("start", "wave", "alerts", "rollback", "silence", "back")
+    ]
+    assert steps == sorted(steps)
+
+
+def test_parts_of_the_last_waves(tmp_path: Path) -> None:
+    walk = Walk(tmp_path, workers=170)
+    lists, *waves = typed("labels")[1:5]
+    for line in (lists, *waves, *typed("parts"), *typed("labels rest")):
+        walk.shell(line)
+    counted = Counter(
+        node["metadata"]["labels"]["hybrid-proxy.io/wave"] for node in walk.cluster.objects["nodes"].values()
+    )
+    assert counted == {"1": 1, "2": 5, "3": 50, "4-1": 50, "4-2": 50, "4-3": 14, "4": 1, "5-1": 1}  # 4: Windows
 
 
 def test_the_first_gate_sees_that_nothing_is_scraped(tmp_path: Path) -> None:
