@@ -98,6 +98,12 @@ def test_labels_select_the_pods(values: tuple[str, ...]) -> None:
     labels = daemonset["spec"]["template"]["metadata"]["labels"]
     assert daemonset["spec"]["selector"]["matchLabels"] == labels
     assert labels.items() <= daemonset["metadata"]["labels"].items()
+    common = {
+        f"app.kubernetes.io/{name}": daemonset["metadata"]["labels"].get(f"app.kubernetes.io/{name}")
+        for name in ("instance", "version")
+    }
+    phase = "".join(values[1:]).replace("phase=", "-")
+    assert list(common.values()) == [f"hybrid-proxy{phase}", TAG]
 
 
 @pytest.mark.parametrize("phase", PHASES)
@@ -143,6 +149,11 @@ def test_the_notes_of_a_phase_name_its_objects(phase: str) -> None:
     ("apiServer=",                                  "apiServer: set the address of your control plane"),
     ("apiServer=10.0.0.1",                          "at '/apiServer': '10.0.0.1' does not match"),
     ("apiServer=https://kubernetes.default.svc",    "apiServer: Service kubernetes works only when this proxy does"),
+    *((f"kubeProxyConfiguration.detectLocalMode=NodeCIDR,{value}=10.0.0.0/8", "set the value clusterCIDR alone, or ne")
+      for value in ("clusterCIDR", "kubeProxyConfiguration.clusterCIDR")),
+    ("extraEnv[0].value=a",                         "at '/extraEnv/0': missing property 'name'"),
+    ("dashboard.namespace=A",                       "at '/dashboard/namespace': 'A' does not match"),
+    ("serviceAccount.annotations.a=1",              "at '/serviceAccount/annotations/a': got number, want string"),
     ("mode=bpf",                                    "at '/mode': value must be one of 'auto'"),
     ("Mode=nftables",                               "additional properties 'Mode' not allowed"),
     ("strictMode=maybe",                            "at '/strictMode': got string, want null or boolean"),
@@ -274,13 +285,19 @@ def test_what_a_cluster_adds_reaches_the_pod() -> None:
         rendered(
             "--set", "podLabels.team=net,podLabels.app\\.kubernetes\\.io/name=other,podAnnotations.note=mine",
             "--set", f"priorityClassName=mine,image.pullSecrets[0].name=secret,image.digest={digest}",
+            "--set", "extraEnv[0].name=A,extraEnv[0].value=b,serviceAccount.annotations.c=d,dashboard.enabled=true",
+            "--set", "dashboard.namespace=grafana,dashboard.annotations.grafana_folder=Network",
         )
     )  # fmt: skip
+    assert objects["ServiceAccount", "hybrid-proxy"]["metadata"]["annotations"] == {"c": "d"}
+    metadata = objects["ConfigMap", "hybrid-proxy-dashboard"]["metadata"]
+    assert (metadata["namespace"], metadata["annotations"]) == ("grafana", {"grafana_folder": "Network"})
     template = objects["DaemonSet", "hybrid-proxy"]["spec"]["template"]
     labels = {"app.kubernetes.io/name": "hybrid-proxy", "team": "net"}  # the first one selects the pods
     assert template["metadata"] == {"labels": labels, "annotations": {"note": "mine"}}
     pod = template["spec"]
     assert (pod["priorityClassName"], pod["imagePullSecrets"]) == ("mine", [{"name": "secret"}])
+    assert pod["containers"][0]["env"][1:] == [{"name": "A", "value": "b"}]
     images = {each["image"] for each in (*pod["initContainers"], *pod["containers"])}
     assert images == {f"hybrid-proxy:{TAG}@{digest}"}
 
@@ -312,6 +329,8 @@ def test_kube_proxys_own_document_is_a_value(tmp_path: Path) -> None:
     (tmp_path / "config.conf").write_text(config["data"]["config.conf"])
     loaded = configfile.load(tmp_path / "config.conf", {}).config
     assert loaded.kube_proxy.conntrack.min == 3_000_000
+    assert loaded.kube_proxy.detect_local_mode.value == "ClusterCIDR"
+    assert ",".join(loaded.kube_proxy.cluster_cidr) == document["clusterCIDR"]
     assert [warning.partition(": ")[2].split()[0] for warning in loaded.warnings] == [
         "KubeProxyConfiguration.ofALaterVersion"
     ]
@@ -335,6 +354,7 @@ def test_alerts_and_dashboard_are_those_of_the_folder() -> None:
     dashboard = found["ConfigMap", "hybrid-proxy-dashboard"]
     assert dashboard["data"]["hybrid-proxy.json"] == (DEPLOY / "monitoring/dashboard.json").read_text()
     assert dashboard["metadata"]["labels"]["grafana_dashboard"] == "1"
+    assert (dashboard["metadata"]["namespace"], "annotations" in dashboard["metadata"]) == ("kube-system", False)
 
 
 def test_the_chart_has_no_link_out_of_its_folder() -> None:
@@ -435,7 +455,7 @@ def test_its_page_is_shown_and_names_the_values_that_exist_and_no_others() -> No
     shown = helm("show", "readme", str(CHART)).stdout
     named = re.findall(r"`([\w.]+)`", " ".join(re.findall(r"^\| (`.*?) \|", shown, re.MULTILINE)))
     values = yaml.safe_load((CHART / "values.yaml").read_text())
-    grouped = ("image", "serviceMonitor", "prometheusRule", "dashboard")
+    grouped = ("image", "serviceMonitor", "prometheusRule", "dashboard", "serviceAccount")
     exist = {f"{name}.{part}" for name in grouped for part in values[name]} | values.keys() - grouped
     assert (len(named), set(named)) == (len(exist), exist)
 

@@ -143,7 +143,7 @@ def expressions() -> list[str]:
     drawn = [target["expr"] for panel in dashboard()["panels"] for target in panel.get("targets", ())]
     asked = [v["query"]["query"] for v in dashboard()["templating"]["list"] if isinstance(v["query"], dict)]
     noted = [note["expr"] for note in dashboard()["annotations"]["list"]]
-    asked = [re.sub(r"label_values\((\w+),.*", r"\1", query) for query in asked]
+    asked = [re.sub(r"query_result\((\w+)\)", r"\1", query) for query in asked]
     (gates,) = blocks("docs/migration.md", "promql")
     return [rule["expr"] for rule in alerts()] + drawn + noted + asked + list(gates.lines)
 
@@ -217,6 +217,20 @@ def test_the_dashboard_is_whole() -> None:
             assert panel["description"]
             assert [target["refId"] for target in panel["targets"]] == [*"ABCDEF"[: len(panel["targets"])]]
     assert {variable["name"] for variable in made["templating"]["list"]} == {"datasource", "instance"}
+
+
+@pytest.mark.parametrize("space", ["", " "])
+def test_the_dashboard_lists_nodes_by_their_names_where_prometheus_has_them(space: str) -> None:
+    """Grafana takes `value` and `text` out of each series, and one of them for both where the other is missing."""
+    (regex,) = (each["regex"] for each in dashboard()["templating"]["list"] if each["name"] == "instance")
+    pattern = re.compile(regex.strip("/").replace("(?<", "(?P<"))
+    for more, node in (
+        (f',{space}node="worker-1",{space}pod="hybrid-proxy-x"', "worker-1"),
+        (f',{space}other_node="a"', None),
+    ):
+        series = f'hybrid_proxy_build_info{{a="x",{space}instance="10.0.0.1:10249",{space}job="b"{more}}} 1 17'
+        (found,) = pattern.finditer(series)
+        assert found.groupdict() == {"value": "10.0.0.1:10249", "text": node}
 
 
 @pytest.mark.parametrize(("series", "noted"), [

@@ -1,5 +1,7 @@
 {{- define "hybrid-proxy.labels" -}}
 app.kubernetes.io/name: hybrid-proxy
+app.kubernetes.io/instance: {{ .Release.Name }}
+app.kubernetes.io/version: {{ .Chart.AppVersion | replace "+" "_" | quote }}
 app.kubernetes.io/part-of: hybrid-proxy
 app.kubernetes.io/managed-by: {{ .Release.Service }}
 helm.sh/chart: {{ .Chart.Name }}-{{ .Chart.Version | replace "+" "_" }}
