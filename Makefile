@@ -86,13 +86,13 @@ bench: setup ## run the benchmarks, or one: make bench BENCH=packet_kinds
 	$(Q)$(PYTHON) -m hybrid_proxy.workshop.benchmarks $(BENCH)
 
 compare: setup ## compare the modes on this machine, half an hour: ARGS="--services 10,1000"; build/compare/report.html
-	$(Q)PATH="$(CURDIR)/$(TOOLS):$$PATH" $(VENV)/bin/hybrid-proxy compare --report build/compare/report.html $(ARGS)
+	$(Q)$(VENV)/bin/hybrid-proxy compare --report build/compare/report.html $(ARGS)
 
 # Ratios only: the processor may be emulated. What is finished stays in build/compare-vm; the same command goes on.
 compare-vm: vm ## the same, with mode ipvs too, in a virtual machine; under an hour: build/compare-vm/report.html
 	$(Q)mkdir -p build/compare-vm
 	$(Q)$(PYTHON) -m tests.vm run 6.1 --memory 3072 --timeout 7200 --share build/compare-vm -- \
-		env PATH="$(CURDIR)/$(TOOLS):/usr/sbin:/usr/bin:/sbin:/bin" $(VENV)/bin/python -m hybrid_proxy.controller compare \
+		env PATH="/usr/sbin:/usr/bin:/sbin:/bin" $(VENV)/bin/python -m hybrid_proxy.controller compare \
 		--services 100 --changes 3 --state $(CURDIR)/build/compare-vm/state $(ARGS)
 	$(Q)$(VENV)/bin/hybrid-proxy compare --from build/compare-vm/state --report build/compare-vm/report.html
 
@@ -108,7 +108,7 @@ docs: setup ## write what is generated from definitions: docs/configuration.md, 
 pictures: setup ## make the pictures of the demo, of `top` and of a report anew, on a machine with nothing else to do (root)
 	$(Q)$(PYTHON) -m hybrid_proxy.workshop.lab.recording docs/demo.svg
 	$(Q)$(PYTHON) -m tests.workshop.top.screenshot docs/top.svg
-	$(Q)PATH="$(CURDIR)/$(TOOLS):$$PATH" $(VENV)/bin/hybrid-proxy compare --fresh --report build/compare-sample/report.html \
+	$(Q)$(VENV)/bin/hybrid-proxy compare --fresh --report build/compare-sample/report.html \
 		--modes ebpf,nftables,iptables --services 1000 --rounds 3 --changes 3
 	$(Q)$(PYTHON) -m tests.workshop.compare.screenshot build/compare-sample/report.html docs/compare.png
 

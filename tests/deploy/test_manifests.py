@@ -145,6 +145,10 @@ def test_overlays_of_ones_own_are_outside_of_the_tree(tmp_path: Path) -> None:
     (tmp_path / "site/kubeadm/kustomization.yaml").write_text(example)
     subprocess.run(["sh", "-euc", block], cwd=tmp_path / "hybrid-proxy", check=True)  # a second time
     assert (tmp_path / "site/kubeadm/kustomization.yaml").read_text() == example
+    tagged = ["sh", "-euc", f"tag=0012\n{block}"]  # as of a checkout, where a number would lose its zeros
+    subprocess.run(tagged, cwd=tmp_path / "hybrid-proxy", check=True)
+    images = re.findall(r"\bimage: (.*)", kustomized(tmp_path / "site/rollback"))
+    assert set(images) == {"registry.example/hybrid-proxy:0012"}
     (monitor,) = (
         item for item in yaml.safe_load_all(kustomized(tmp_path / "site/kubeadm")) if item["kind"] == "ServiceMonitor"
     )

@@ -46,7 +46,7 @@ def blocks(page: str, *words: str) -> Iterator[Block]:
 
 def tree(folder: Path) -> Path:
     """A folder to type commands in: it has `deploy` as the tree has, and deploy/README.md has made `../site` of it."""
-    made = folder / "hybrid-proxy"
+    made = folder / "hybrid_proxy-0.1.0"  # as the source distribution unpacks
     made.mkdir()
     (made / "deploy").symlink_to(ROOT / "deploy")
     (block,) = (

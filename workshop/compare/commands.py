@@ -32,6 +32,7 @@ from hybrid_proxy.workshop.lab.network import Lab
 from hybrid_proxy.workshop.libraries import needed
 from hybrid_proxy.workshop.measuring.machine import describe, missing_of_modes, missing_tools, product, version
 
+_UNPACKED: Final = Path(__file__).resolve().parents[2] / "build/tools/usr/sbin"  # nginx, of a checkout
 STATE: Final = "compare-state"  # folder, where no report says a name
 _MOST: Final = {"backends": 100, "rounds": 100, "turns": 20, "seconds": 600, "changes": 1000}
 
@@ -46,9 +47,7 @@ def main(args: argparse.Namespace) -> int:
     # SIGTERM raises KeyboardInterrupt, so that labs are removed then too.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     if args.report and not args.report.endswith(".html"):
-        raise ConfigError(
-            f"--report {args.report}: name a file that ends in .html; .md and .json are written beside it"
-        )
+        raise ConfigError(f"--report {args.report}: name a file that ends in .html; .md and .json are put beside it")
     # Import the renderer first: a missing library must fail before an hour of measuring.
     pages = _renderer() if args.report else ()
     made = report(_kept(Path(args.measured)) if args.measured else _measured(args))
@@ -95,6 +94,7 @@ def _kept(path: Path) -> Run:
 def _measured(args: argparse.Namespace) -> Run:
     if os.geteuid() != 0:
         raise ControllerError("compare needs root: it makes network namespaces, or reads what is programmed here")
+    os.environ["PATH"] = f"{os.environ.get('PATH', os.defpath)}{os.pathsep}{_UNPACKED}"
     live = look(args.live, args.admin_socket) if args.live else None
     settings = _settings(args, live)
     beside = Path(args.report).with_suffix(".state") if args.report else Path(STATE)

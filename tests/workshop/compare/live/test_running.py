@@ -28,12 +28,27 @@ from hybrid_proxy.workshop.measuring.loads import DATAGRAM, TOOLS
 
 pytestmark = pytest.mark.root
 MODES = ("ebpf", "nftables")
+UNPACKED = Path(__file__).parents[4] / "build/tools/usr/sbin"
 SHORT = f"--modes {','.join(MODES)} --services 10 --backends 2 --rounds 1 --turns 1 --changes 1".split()
 
 
 def command(*more: str) -> list[str]:
-    """Ctrl-C means something to it, also where this run ignores it, as what a shell starts in the background does."""
-    return ["env", "--default-signal=INT", sys.executable, "-m", "hybrid_proxy.controller", "compare", *SHORT, *more]
+    """Ctrl-C means something to it, also where this run ignores it, as what a shell starts in the background does.
+
+    It finds by itself what `make setup` unpacked.
+    """
+    path = os.environ["PATH"].replace(f"{UNPACKED}{os.pathsep}", "")
+    return [
+        "env",
+        "--default-signal=INT",
+        f"PATH={path}",
+        sys.executable,
+        "-m",
+        "hybrid_proxy.controller",
+        "compare",
+        *SHORT,
+        *more,
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -61,6 +76,7 @@ def report(folder: Path) -> Report:
     _, errors = begun.communicate(timeout=240)
     assert begun.returncode == 1
     assert "The same command goes on from there" in errors, errors
+    assert "nginx" not in errors, "what `make setup` unpacked is found"
     assert_nothing_left(begun.pid)
     kept = cells.read_bytes()
     with pytest.MonkeyPatch.context() as patch:
