@@ -22,6 +22,7 @@ from hybrid_proxy.controller.kubernetes.model import Problem, Service, SourceSta
 from hybrid_proxy.controller.redact import redact
 from hybrid_proxy.controller.semantics.history import (
     ADDRESSES,
+    CUT,
     GONE,
     OTHERS,
     ChangeRow,
@@ -46,6 +47,7 @@ LARGEST: Final = 512 << 10  # bytes of the file, beyond which it is folded
 LONGEST: Final = 500  # characters of a text
 KEPT: Final = 400  # rows that are left then, of endpoints and Services; and as many of everything else
 SILENT: Final = ("Starting", "ExternalIPsServed", "LeftOut")  # events of every start, and what `problems` remembers
+BRIEF: Final = 10.0  # seconds for which something is there by mistake, or for a test: nobody wants it back
 WORSE: Final = ("down", "none", "0", "full")  # values of facts that the log warns of
 COMMON: Final = ("endpoints", "service")  # kinds that a herd of changes would fill the file with
 
@@ -71,7 +73,9 @@ class History:
         self._failed = False
         self._facts: dict[str, Mapping[str, str]] = {}
         self._held: frozenset[str] | None = None  # addresses and routes of this node; None: not read yet
+        self._came: dict[str, float] = {}  # when each of them came
         self.lost = set[str]()  # of these the default routes that it had, and has no other instead
+        self.cut: list[str] = []  # interfaces that are down, with which some of them went
 
     def record(self, kind: Kind, what: str, by: str = "hybrid-proxy", service: str = "") -> None:
         """Remember something that is not in a table."""
@@ -97,14 +101,30 @@ class History:
         ]
         self._of_kernel(whats, worse=any(now[name] in WORSE for name in changed) or any(one[0] == "-" for one in whats))
 
-    def held(self, now: frozenset[str]) -> None:
-        """Remember which of this node's addresses and routes, as commands that add them, went or came."""
-        before, self._held = now if self._held is None else self._held, now
+    def held(self, now: frozenset[str], links: Mapping[str, bool]) -> None:
+        """Remember which of this node's addresses and routes, as commands that add them, went or came.
+
+        `links` are its interfaces, and whether each is up: what goes with one that is down may come back with it.
+        """
+        before, at = now if self._held is None else self._held, time.monotonic()
+        away = {each for each in before - now if not links.get(each.split()[-1], True)}
+        was, self.cut = self.cut, sorted({each.split()[-1] for each in away})
+        self._of_kernel([f"{name}{CUT}: `ip link set {name} up`" for name in self.cut if name not in was], worse=True)
+        now = self._held = now | away
         wanted = {"0.0.0.0/0", "::/0"} - {each.split()[3] for each in now}
         self.lost = {each for each in self.lost | before if each.split()[3] in wanted}
-        names = {each: each.removeprefix("ip ").replace(" add ", " ") for each in before ^ now}
-        self._of_kernel([f"{names[each]} is gone: `{each}`{GONE}" for each in sorted(before - now)], worse=True)
-        self._of_kernel([f"{names[each]} came" for each in sorted(now - before)], worse=False)
+        gone, came = sorted(before - now), sorted(now - before)
+        self._came = {each: when for each, when in self._came.items() if at - when < BRIEF} | dict.fromkeys(came, at)
+        names = {each: each.removeprefix("ip ").replace(" add ", " ") for each in (*gone, *came)}
+        back = {each: f": `{each}`{GONE}" for each in gone if each.split()[-1] in links and not self._mistaken(each)}
+        self._of_kernel([f"{names[each]} is gone{back.get(each, '')}" for each in gone], worse=True)
+        self._of_kernel([f"{names[each]} came" for each in came], worse=False)
+
+    def _mistaken(self, command: str) -> bool:
+        """Whether it adds an address that nobody wants back: one of a Service, or one that had just come."""
+        _, what, _, address, *_ = command.replace("/", " ").split()
+        fronts = (each.address for entry in self._table.entries() for each in entry.frontends)
+        return what == "address" and (command in self._came or address in {*self._table.left_to_node, *fronts})
 
     def _of_kernel(self, whats: list[str], *, worse: bool) -> None:
         for what in whats[:MOST_ROWS]:

@@ -390,7 +390,8 @@ class Agent:
         names = (fact.removeprefix("link ") for fact, state in self._pods.items() if state == "down")
         self.answers.down = {name: down.get(name, now) for name in names}
         self.history.facts("links", others)
-        self.history.held(node.held)
+        own = {each.name: each.up for each in node.interfaces if each.index not in pods}
+        self.history.held(frozenset(each for each in node.held if each.split()[-1] in own), own)
 
     def _remember_node(self) -> None:
         """Have the history compare what no report tells, and links of pods: new ones are down for a moment."""

@@ -13,7 +13,7 @@ from hybrid_proxy.controller.commands.doctor.facts import Cause, Mark
 from hybrid_proxy.controller.errors import LOGS
 from hybrid_proxy.controller.kubernetes.model import KindState
 from hybrid_proxy.controller.semantics.explain import left_text
-from hybrid_proxy.controller.semantics.history import GONE
+from hybrid_proxy.controller.semantics.history import CUT, GONE
 from hybrid_proxy.controller.serving.protocol import AgentStatus, SourceStatus
 from hybrid_proxy.dataplane.reports import FORWARDING, Fill, Status, Unprogrammed, clock, several, some
 
@@ -62,7 +62,7 @@ def troubles(status: AgentStatus, *, serves: bool = False, answered: Collection[
     `serves`: something is programmed, be it by a former agent. `answered`: service ports and backends (`ADDRESS of
     PORT`) that answer doctor now; the agent learns that from clients alone.
     """
-    found = [*_sync_troubles(status, serves=serves)]
+    found = [*map(uplink_down, status.cut), *_sync_troubles(status, serves=serves)]
     if status.leaving:
         text, todo = "load balancers are told to send nothing to this node", "`hybrid-proxy drain --off` ends that"
         drained = Trouble("drain", "draining", text, "drained", [todo], Verdict.DRAINED, "warning", todo, [text])
@@ -202,7 +202,8 @@ def _object_troubles(status: AgentStatus) -> Iterator[Trouble]:
         what, todo = _many(status.node_faults, "fact of this node", "facts of this node"), "correct it, or the setting"
         yield Trouble("node", "node-faults", f"{what} missing or wrong", "node", status.node_faults, todo=todo)
     for route in status.lost_routes:
-        text, lost = "a default route is gone", ["this node lost a default route: nothing leads beyond its networks"]
+        text = f"the default route of IPv{6 if '::/0' in route else 4} is gone"
+        lost = [f"{text}: nothing leads beyond this node's networks"]
         yield Trouble("node", "address-lost", text, "node", lost, todo=f"`{route}`{GONE}")
     if status.conflicts:
         details = [f"{service}: {text}" for service, texts in status.conflicts.items() for text in texts]
@@ -261,6 +262,12 @@ def fill_trouble(subject: str, cause: Cause, name: str, row: Fill, todo: str) ->
     drops = ", and new connections are dropped where no entry gives way" if full and cause == "conntrack-full" else ""
     details = [f"{text}{drops}: {row.used} of {row.limit} entries are used"]
     yield Trouble(subject, cause, text, "table", details, todo=todo)
+
+
+def uplink_down(name: str) -> Trouble:
+    """Say what it means that an interface by which this node's routes led is down."""
+    todo = f"`ip link set {name} up`; where its cable or its other end is at fault, `ip link` says NO-CARRIER"
+    return Trouble("node", "address-lost", f"{name} is down", "link", [f"{name}{CUT}"], todo=todo)
 
 
 def forwarding_trouble(family: int) -> Trouble:

@@ -21,6 +21,7 @@ OTHERS: Final = "many Services at once"
 ADDRESSES: Final = "its addresses and routes"  # of this node
 NOT_SERVED: Final = "not served now"
 LEFT_OUT: Final = "serving, but no new connections from here"  # by a policy, or because they end
+CUT: Final = " is down, and what led by it is gone"  # after the name of an interface
 GONE: Final = " puts it back"  # after the command that adds what is gone
 
 Kind = Literal["agent", "endpoints", "service", "mode", "repair", "configuration", "ejection", "node", "source"]
@@ -167,7 +168,7 @@ def last_known(name: str, rows: Sequence[ChangeRow], now: float) -> str:
 def change_of_node(before: NodeNetwork, after: NodeNetwork) -> list[str]:
     """Describes each thing that is different about this node."""
     was, now = (
-        _each("address", node.addresses) | _each("address of node ports", node.node_port_addresses)
+        _each("address of node ports", node.node_port_addresses)
         | _each("ServiceCIDR", node.service_cidrs) | _each("source of masqueraded packets", node.primary)
         | {"pods are recognized by": ", ".join((*node.pods.prefixes, node.pods.interface)).strip(", ")}
         for node in (before, after)

@@ -200,6 +200,7 @@ class AgentStatus(msgspec.Struct, kw_only=True, frozen=True):
         problems: Refused objects, whose last good version stays; with `in_use`: used without a part.
         node_faults: What is missing or wrong in the Node object and the ServiceCIDRs, and what serves instead.
         lost_routes: Commands that add default routes that are gone.
+        cut: Interfaces other than pods' that are down, and what led by them is gone.
         left_to_node: ClusterIPs that an interface of this node has (NodeLocal DNSCache), each with its Service.
         down: Interfaces of pods that are down, or whose other end is.
         not_forwarding: Address families (4, 6) of Services, of which the kernel forwards no packets.
@@ -243,6 +244,7 @@ class AgentStatus(msgspec.Struct, kw_only=True, frozen=True):
     problems: list[Problem]
     node_faults: list[str] = []
     lost_routes: list[str] = []
+    cut: list[str] = []
     left_to_node: dict[str, str] = {}
     unheard: list[str] = []
     down: list[str] = []

@@ -110,8 +110,8 @@ class Node(msgspec.Struct, frozen=True):
     routes that have several next hops, as destination, length of its prefix, and hops. `bridged` are the networks of
     bridges' addresses, whose hosts reach each other without the node's routing. `sources` are those of `addresses` that
     packets to other hosts may have, the best of each family first. `networks` are the destinations of routes, without
-    default routes and single hosts, and the next hops of default routes. `held` are the commands that add the
-    addresses of interfaces other than pods', and routes other than to single hosts.
+    default routes and single hosts, and the next hops of default routes. `held` are the commands that add
+    addresses, and routes other than to single hosts.
     """
 
     interfaces: tuple[Interface, ...]
@@ -264,7 +264,7 @@ def read_node() -> Node:
         interfaces = tuple(_interface(*link, defaults, addresses, hosts) for link in links)
         sources = _sources(wire, interfaces)
     bridges = {interface.index for interface in interfaces if interface.kind == "bridge"}
-    names = {interface.index: interface.name for interface in interfaces if not is_pod(interface, (), (), ())}
+    names = {interface.index: interface.name for interface in interfaces}
     held += map(_command, unicast)
     return Node(
         interfaces,

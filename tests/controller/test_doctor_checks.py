@@ -816,6 +816,12 @@ def test_a_client_elsewhere_whose_packets_the_programs_drop_is_reported(stranger
     assert (found.mark, "the way back" in found.text) == ("problem" if reported else "ok", True)
 
 
+def test_an_uplink_that_the_agent_and_the_node_know_to_be_down_is_told_once() -> None:
+    node = msgspec.structs.replace(WELL, cut=("eth0",), agent=agent_status(cut=["eth0"]))
+    (found,) = (each for each in node_findings(node) if each.mark == "problem")
+    assert (found.subject, found.text) == ("node", "eth0 is down, and what led by it is gone")
+
+
 def test_a_default_route_that_is_gone_is_reported_with_the_command() -> None:
     command = "ip route add 0.0.0.0/0 via 192.0.2.1 dev eth0"
     node = msgspec.structs.replace(WELL, agent=agent_status(lost_routes=[command]))

@@ -43,6 +43,7 @@ from hybrid_proxy.dataplane.table import (
     ServiceTable,
 )
 
+ETH0 = {"eth0": True}
 NAME, NOW = "shop/web", 1_800_000_000.0
 A, B, C = "10.0.0.1", "10.0.0.2", "10.0.0.3"
 FLUSHES = 3 * LARGEST // 20_000
@@ -268,7 +269,7 @@ def test_addresses_that_went_and_came_are_told_each_and_the_log_has_a_line_for_m
     history, path = History(tmp_path / "admin.changes"), tmp_path / "admin.changes"
     added = [f"ip address add 10.0.0.{number}/24 dev eth0" for number in range(5)]
     for held in (added, added[:1], added):
-        history.held(frozenset(held))
+        history.held(frozenset(held), ETH0)
     history.flush()
     texts = [row.text for row in read_changes(path)]
     assert texts[0] == "address 10.0.0.1/24 dev eth0 is gone: `ip address add 10.0.0.1/24 dev eth0` puts it back"
@@ -283,8 +284,39 @@ def test_a_default_route_is_lost_until_there_is_one_again(tmp_path: Path) -> Non
     other = "ip route add 10.0.0.0/8 via 10.1.0.1 dev eth0"
     steps = [([old, other], set()), ([new, other], set()), ([], {new}), ([other], {new}), ([old], set())]
     for held, lost in steps:
-        history.held(frozenset(held))
+        history.held(frozenset(held), ETH0)
         assert history.lost == lost
+
+
+def test_what_goes_with_a_link_that_is_down_has_one_cause_until_the_link_is_up(tmp_path: Path) -> None:
+    history, path = History(tmp_path / "admin.changes"), tmp_path / "admin.changes"
+    address, route = "ip address add 10.0.0.2/24 dev eth0", "ip route add 0.0.0.0/0 via 10.0.0.1 dev eth0"
+    down = "eth0 is down, and what led by it is gone: `ip link set eth0 up`"
+    steps = [
+        ([address, route], True, [], []), ([address], False, [down], ["eth0"]), ([address], False, [], ["eth0"]),
+        ([address], True, [f"route 0.0.0.0/0 via 10.0.0.1 dev eth0 is gone: `{route}` puts it back"], []),
+    ]  # fmt: skip
+    said = 0
+    for held, up, texts, cut in steps:
+        history.held(frozenset(held), {"eth0": up})
+        history.flush()
+        rows = read_changes(path) if path.exists() else []
+        assert ([row.text for row in rows[said:]], history.cut) == (texts, cut)
+        assert history.lost == (set() if up is False or route in held else {route})
+        said = len(rows)
+
+
+@pytest.mark.parametrize("mistake", ["a Service's", "left to the node", "it came just now", "its link went with it"])
+def test_nobody_is_told_to_put_a_mistake_back(tmp_path: Path, mistake: str) -> None:
+    history, path = History(tmp_path / "admin.changes"), tmp_path / "admin.changes"
+    served = Shards[tuple[Entry, ...]]().replaced({NAME: entries(A)} if mistake == "a Service's" else {})
+    left = {"10.96.0.1": NAME} if mistake == "left to the node" else {}
+    history.programmed(ServiceTable(served, NodeNetwork(), 1, 0, frozenset({NAME}), left_to_node=left))
+    command = "ip address add 10.96.0.1/32 dev eth0"
+    for held in [()] * (mistake == "it came just now") + [(command,), ()]:
+        history.held(frozenset(held), {} if "link" in mistake else ETH0)
+    history.flush()
+    assert [row.text for row in read_changes(path)][-1] == "address 10.96.0.1/32 dev eth0 is gone"
 
 
 def test_an_agent_that_was_killed_or_stopped_leaves_a_gap_that_the_next_one_knows(tmp_path: Path) -> None:
@@ -335,7 +367,8 @@ def test_an_agent_remembers_what_its_tables_and_others_say(tmp_path: Path) -> No
     history.flush()
     assert not path.exists()  # what an agent finds when it starts is no change
     history.serves("", "x", 1)
-    history.programmed(table(2, first.replaced({NAME: entries(A, B)}), frozenset({NAME}), addresses=("192.0.2.1",)))
+    moved = {"addresses": ("192.0.2.1",), "service_cidrs": ("10.96.0.0/12",)}
+    history.programmed(table(2, first.replaced({NAME: entries(A, B)}), frozenset({NAME}), **moved))
     programs = ("unknown program", "nft; x changed or removed y")
     for program in programs:
         history.event("Repaired", "", "2 things were repaired in mode x; token=abcdefghijkl", program)
@@ -345,7 +378,7 @@ def test_an_agent_remembers_what_its_tables_and_others_say(tmp_path: Path) -> No
     found = {(row.kind, row.service, row.text, row.by) for row in rows if row.kind not in ("repair", "mode")}
     assert found == {
         ("endpoints", NAME, "ready: 10.0.0.2", "EndpointSlice"),
-        ("node", "", "+ address 192.0.2.1", "its addresses and routes"),
+        ("node", "", "+ ServiceCIDR 10.96.0.0/12", "its addresses and routes"),  # the kernel tells of the address
     }
     assert [(row.by, row.mode) for row in rows if row.kind == "repair"] == [(by, "x") for by in programs]
     assert all(row.what.startswith("2 things were repaired in mode x; token=") for row in rows if row.kind == "repair")

@@ -201,6 +201,7 @@ ONE_TROUBLE = (
     pytest.param({"configuration": ConfigurationStatus("f", ["w"], ["x"], "")}, Verdict.OK,   id="a-warning"),
     pytest.param({"node_faults": ["there is no Node"]},                  Verdict.DEGRADED,    id="no-node"),
     pytest.param({"lost_routes": ["ip route add ::/0 via fe80::1 dev a"]}, Verdict.DEGRADED,  id="no-default-route"),
+    pytest.param({"cut": ["eth0"]},                                      Verdict.DEGRADED,    id="an-uplink-is-down"),
     pytest.param({"left_to_node": {"10.96.0.10": "a/b"}},                Verdict.OK,          id="own-cluster-ip"),
     pytest.param({"conntrack": Fill(100, 100)},                          Verdict.DEGRADED,    id="conntrack-is-full"),
     pytest.param({"conntrack": Fill(9, 100)},                            Verdict.OK,          id="conntrack-has-room"),
@@ -219,6 +220,24 @@ ONE_TROUBLE = (
 @pytest.mark.parametrize(("fields", "expected"), ONE_TROUBLE)
 def test_the_verdict_follows_from_what_is_wrong(fields: dict[str, Any], expected: Verdict) -> None:
     assert verdict(agent_status(**fields)) is expected
+
+
+def test_an_uplink_that_is_down_comes_first_and_default_routes_are_told_by_their_family() -> None:
+    lost = [
+        f"ip route add {to} via {gateway} dev a" for to, gateway in (("0.0.0.0/0", "192.0.2.1"), ("::/0", "fe80::1"))
+    ]
+    status = agent_status(cut=["eth0"], lost_routes=lost, node_faults=["no interface has fd00::1"])
+    first, cut, todo, *_ = lines(status, Screen(), NOW)
+    assert first.startswith(
+        "DEGRADED: eth0 is down; 1 fact of this node is missing or wrong; the default route of IPv4"
+    )
+    assert (cut, todo.split(";")[0]) == (
+        "  link: eth0 is down, and what led by it is gone", "    → `ip link set eth0 up`",
+    )  # fmt: skip
+    routes = [line for line in lines(status, Screen(), NOW) if "nothing leads beyond" in line]
+    assert [line.partition(" is gone")[0] for line in routes] == [
+        f"  node: the default route of IPv{family}" for family in (4, 6)
+    ]
 
 
 def test_without_an_agent_what_serves_is_named() -> None:

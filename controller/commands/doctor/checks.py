@@ -42,6 +42,7 @@ from hybrid_proxy.controller.commands.troubles import (
     take_off,
     troubles,
     unprogrammed,
+    uplink_down,
 )
 from hybrid_proxy.controller.semantics.explain import left_text
 from hybrid_proxy.controller.semantics.history import FOLD_SECONDS, ChangeRow, last_known
@@ -152,9 +153,8 @@ def _verdict(target: str, problems: list[Finding], warnings: list[Finding], trie
 
 def node_findings(facts: NodeFacts) -> Iterator[Finding]:
     """Every check of the node, whatever its result."""
-    for name in facts.cut:
-        todo = f"`ip link set {name} up`; where its cable or its other end is at fault, `ip link` says NO-CARRIER"
-        yield Finding("problem", "node", f"{name} is down, and what led by it is gone", todo, "address-lost")
+    for down in map(uplink_down, set(facts.cut).difference(facts.agent.cut if facts.agent else ())):
+        yield Finding(down.mark, down.subject, down.details[0], down.todo, down.cause)
     agent = facts.agent
     if agent is None:
         yield _without_agent(facts)

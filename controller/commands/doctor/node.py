@@ -17,7 +17,7 @@ from hybrid_proxy.controller.commands.doctor.way import link_of, read_rules
 from hybrid_proxy.controller.commands.troubles import NEARLY_FULL
 from hybrid_proxy.controller.commands.views import Agent, Programmed, frontends, last_changes
 from hybrid_proxy.controller.errors import ControllerError
-from hybrid_proxy.controller.semantics.history import GONE
+from hybrid_proxy.controller.semantics.history import CUT, GONE
 from hybrid_proxy.controller.serving.admin import BusyError, NoAgentError, StartingError
 from hybrid_proxy.controller.serving.protocol import AgentStatus
 from hybrid_proxy.dataplane.errors import DataplaneError
@@ -54,7 +54,7 @@ def at_node(asked: Agent, cgroup: str | None) -> Node:
         each.replace(" add ", " replace ") if each.split()[3] in there else each
         for each in gone if each not in interfaces.held
     )  # fmt: skip
-    lost_by = {each.split()[-1] for each in missing}
+    lost_by = {each.split()[-1] for each in missing} | {row.what.partition(CUT)[0] for row in changes}
     families = {4, *(6 for row in rows for text in row.frontends if text.startswith("["))}
     routed = (each for each in interfaces.interfaces if each.peer_elsewhere or each.default_route)
     ways = [each.name for each in routed if not each.master]

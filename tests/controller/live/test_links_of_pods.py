@@ -9,6 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 from hybrid_proxy.controller.agent.answers import NEW_SECONDS
+from hybrid_proxy.controller.semantics.history import GONE
 from hybrid_proxy.controller.serving.memory import changes_path, read_changes
 from hybrid_proxy.workshop.lab.agent import Agent
 from hybrid_proxy.workshop.lab.network import Lab
@@ -26,6 +27,7 @@ def agent() -> Iterator[Agent]:
         works("nftables", lab)
         (lab.folder / "manifests").mkdir(exist_ok=True)
         (lab.folder / "manifests" / "node.json").write_text(node_manifest(lab))
+        ip(lab, "address", "add", "198.51.100.9/24", "dev", "eth0")
         made = Agent(lab, lab.folder / "manifests", "nftables")
         with made.serving():
             yield made
@@ -59,13 +61,22 @@ def test_an_uplink_that_is_down_is_not_the_link_of_a_pod(agent: Agent) -> None:
     try:
         until(lambda: "link eth0: up → down" in remembered(agent), "it is seen")
         time.sleep(NEW_SECONDS + 1)
-        assert agent.running_status().down == []
+        status = agent.running_status()
+        assert (status.down, status.cut, status.lost_routes) == ([], ["eth0"], [])
+        assert "eth0 is down, and what led by it is gone: `ip link set eth0 up`" in remembered(agent)
+        assert not [each for each in remembered(agent) if each.endswith(GONE)]
         found = json.loads(agent.command("doctor", "--admin-socket", str(agent.socket), "-o", "json").stdout)
         assert not [each for each in found["findings"] if each["cause"] == "link-down"], found
+        told = [each["text"] for each in found["findings"] if each["cause"] == "address-lost"]
+        assert told == ["eth0 is down, and what led by it is gone"], found
     finally:
         ip(agent.lab, "link", "set", "eth0", "up")
+        agent.wait(lambda status: not status.cut)
+        back = "`ip route add 0.0.0.0/0 via 192.168.77.1 dev eth0` puts it back"
+        until(lambda: any(back in each for each in remembered(agent)), "what did not come back is gone")
         for line in routes:
             ip(agent.lab, "route", "replace", *line.split(), "dev", "eth0")
+    assert not [each for each in remembered(agent) if each.startswith("address 192.168.77.2/24 ")], "it stayed"
 
 
 def test_changes_have_a_route_to_a_pod_that_is_gone(agent: Agent) -> None:
@@ -84,8 +95,7 @@ def test_changes_have_a_route_to_a_pod_that_is_gone(agent: Agent) -> None:
 
 
 def test_changes_say_what_is_gone_and_then_what_puts_it_back(agent: Agent) -> None:
-    ip(agent.lab, "address", "add", "198.51.100.9/24", "dev", "eth0")
-    time.sleep(1)  # it is seen
+    """Which an address does not need that was there for a moment."""
     ip(agent.lab, "address", "del", "198.51.100.9/24", "dev", "eth0")
     command = "`ip address add 198.51.100.9/24 dev eth0`"
     what = f"address 198.51.100.9/24 dev eth0 is gone: {command} puts it back"
@@ -93,4 +103,7 @@ def test_changes_say_what_is_gone_and_then_what_puts_it_back(agent: Agent) -> No
     assert f" W {what}\n" in agent.log.read_text()
     ip(agent.lab, "address", "add", "198.51.100.9/24", "dev", "eth0")
     came = "address 198.51.100.9/24 dev eth0 came"
-    until(lambda: remembered(agent).count(came) == 2, "the same is written down of what comes, and comes back")
+    until(lambda: came in remembered(agent), "the same is written down of what comes, and comes back")
+    ip(agent.lab, "address", "del", "198.51.100.9/24", "dev", "eth0")
+    until(lambda: remembered(agent)[-1] == "address 198.51.100.9/24 dev eth0 is gone", "without a hint")
+    assert not [each for each in remembered(agent) if each.startswith(("+ address ", "- address "))], "it is told twice"
