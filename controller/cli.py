@@ -31,7 +31,9 @@ exit codes:
   2  the command cannot be used in this way: unknown flags and commands, values that are none, files with mistakes.
 """
 _LOGS: Final = f"; the agent logs to standard error: {LOGS}"
-INSTEAD: Final = {"version": "; did you mean --version?", "log": _LOGS, "logs": _LOGS}  # of words that are no command
+INSTEAD: Final = {  # of words that are no command
+    "version": "; did you mean --version?", "get": "; did you mean services?", "log": _LOGS, "logs": _LOGS,
+}  # fmt: skip
 ENVIRONMENT: Final = """
 environment:
   NO_COLOR  if it is not empty, nothing is coloured, bold or dim; otherwise what goes to a terminal is.

@@ -46,7 +46,8 @@ MOST_ROWS: Final = 100  # keys in one write; of what comes beyond it, only the n
 LARGEST: Final = 512 << 10  # bytes of the file, beyond which it is folded
 LONGEST: Final = 500  # characters of a text
 KEPT: Final = 400  # rows that are left then, of endpoints and Services; and as many of everything else
-SILENT: Final = ("Starting", "ExternalIPsServed", "LeftOut")  # events of every start, and what `problems` remembers
+# Events of every start, what `problems` remembers, and what the row of another mode tells.
+SILENT: Final = ("Starting", "ExternalIPsServed", "LeftOut", "Draining")
 BRIEF: Final = 10.0  # seconds for which something is there by mistake, or for a test: nobody wants it back
 WORSE: Final = ("down", "none", "0", "full")  # values of facts that the log warns of
 COMMON: Final = ("endpoints", "service")  # kinds that a herd of changes would fill the file with

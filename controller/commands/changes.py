@@ -70,12 +70,12 @@ def columns(now: float, *, wide: bool = False) -> tuple[Column[ChangeRow], ...]:
     """Return the columns of a table of changes; where it is `wide`, what happened is whole."""
     return (
         Column("WHEN", lambda row: clock(row.last, now)),
-        Column("AGE", lambda row: age(now - row.last), leave=4),
+        Column("AGE", lambda row: age(now - row.last), leave=3),
         Column("SERVICE", lambda row: row.service or None),
-        Column("KIND", lambda row: row.kind, leave=3),
+        Column("KIND", lambda row: row.kind, leave=2),
         Column("CHANGES", lambda row: row.often, leave=1, right=True),
         Column("WHAT", lambda row: _what(row, wide=wide), wrap=True, least=30),
-        Column("BY", lambda row: row.by, leave=2),
+        Column("BY", lambda row: row.by, wrap=True),
     )
 
 

@@ -8,7 +8,7 @@ from typing import Final, NamedTuple
 
 from hybrid_proxy.controller.errors import ConfigError, ControllerError
 from hybrid_proxy.dataplane.mode import belongs
-from hybrid_proxy.dataplane.reports import ServiceRow
+from hybrid_proxy.dataplane.reports import ServiceRow, some
 
 MOST: Final = 3  # suggestions
 
@@ -16,8 +16,9 @@ MOST: Final = 3  # suggestions
 class UnknownName(ControllerError):
     """Nothing of this name is there. A command that was asked for it exits with 1."""
 
-    def __init__(self, what: str, name: str, suggestions: Sequence[str]) -> None:
-        super().__init__(f'no {what} "{name}"' + (f"; did you mean {either(suggestions)}?" if suggestions else ""))
+    def __init__(self, what: str, name: str, suggestions: Sequence[str], text: str = "") -> None:
+        meant = f"; did you mean {either(suggestions)}?" if suggestions else ""
+        super().__init__(text or f'no {what} "{name}"{meant}')
         self.what, self.name = what, name
         self.suggestions = suggestions
 
@@ -76,12 +77,17 @@ def checked(asked: Asked, known: Iterable[str | None]) -> Asked:
     if asked.service is None:
         namespace = asked.namespace or ""
         raise UnknownName("service in namespace", namespace, closest(namespace, {_namespace(name) for name in ports}))
-    with_port = ":" in asked.service
-    raise UnknownName(
-        "service",
-        asked.service,
-        _similar(asked.service, ports if with_port else {name.partition(":")[0] for name in ports}),
-    )
+    service, colon, _ = asked.service.partition(":")
+    if own := [name for name in ports if colon and name.startswith(f"{service}:")]:
+        raise UnknownName("port", asked.service, own, no_port(asked.service, own))
+    alike = _similar(asked.service, ports if colon else {name.partition(":")[0] for name in ports})
+    raise UnknownName("service", asked.service, alike)
+
+
+def no_port(asked: str, ports: Iterable[str]) -> str:
+    """Say that a Service has these ports, and not the one that was asked for; each as `namespace/name:port`."""
+    service, _, port = asked.partition(":")
+    return f"{service} has no port {port!r}; its ports are {some({each.partition(':')[2]: 1 for each in ports})}"
 
 
 def closest(typed: str, known: Iterable[str]) -> list[str]:

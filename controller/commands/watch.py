@@ -64,11 +64,11 @@ def _show(command: str, args: argparse.Namespace) -> int:
     if args.follow:
         _follow(args, since)
         return 0
-    _print(args, _events(args, ALL)[0])
+    _print(args, _events(args, ALL)[0], silent=bool(silent))
     return 0
 
 
-def _print(args: argparse.Namespace, rows: list[PacketEvent]) -> None:
+def _print(args: argparse.Namespace, rows: list[PacketEvent], *, silent: bool = False) -> None:
     rows = _within(rows, started(args.since))
     shown = rows[-args.limit :]
     groups = grouped(shown) if args.output in ("text", "wide") else [Group(row, 1, row.time) for row in shown]
@@ -77,7 +77,7 @@ def _print(args: argparse.Namespace, rows: list[PacketEvent]) -> None:
         print_rows(args, _columns(args, lasts, groups), lasts)
     if len(shown) < len(rows):
         _say(f"{len(shown)} of {len(rows)} events; --limit shows more")
-    if not rows:
+    if not (rows or silent):
         whose = f" of {args.service}" if args.service else ""
         when = f" in the last {args.since}" if args.since else ""
         _say(f"no packet{whose} was dropped or rejected{when}, and no backend failed, as far as events are kept")

@@ -52,7 +52,7 @@ class BusyError(UnansweredError):
             self.who += f"; its process {pid} {STATES.get(state[0], 'is there')} (state {state[0]})"
             if state[0] == "T":
                 self.todo = f"`kill -CONT {pid}` lets it go on; else restart it"
-        super().__init__(f"{self.who} ({why}, {path})")
+        super().__init__(f"{self.who} ({f'{why}, ' if why else ''}{path})")
 
 
 class NoAgentError(UnansweredError):
@@ -97,7 +97,7 @@ def ask(asked: str, request: p.Request, expected: type[A], seconds: float | None
             connection.connect(str(path))
             pid, _ = peer_of(connection)
             if stat_of(pid)[:1] == ["T"]:
-                raise TimeoutError("it was not asked")
+                raise TimeoutError  # it is not asked
             connection.sendall(msgspec.json.encode(request) + b"\n")
             line = connection.makefile("rb").readline()
     except (FileNotFoundError, ConnectionRefusedError) as error:

@@ -966,7 +966,7 @@ INCIDENTS = [
         taken("route", "default"),
         (),
         "address-lost",
-        said="lost a default route",
+        said="the default route of IPv4 is gone",
         repaired=True,
     ),
     Incident(

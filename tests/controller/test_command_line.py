@@ -12,6 +12,7 @@ from hybrid_proxy.controller import __version__, cli
 WRONG = (
     pytest.param(["stat"],                         "did you mean status?",      id="a-mistyped-command"),
     pytest.param(["service", "default/web"],       "did you mean services?",    id="a-command-in-the-singular"),
+    pytest.param(["get", "services"],             "did you mean services?",    id="kubectls-command"),
     pytest.param(["nonsense"],                     'no command "nonsense"',     id="no-such-command"),
     pytest.param([],                               "start here:",               id="no-command"),
     pytest.param(["services", "--outptu", "json"], "did you mean --output",     id="a-mistyped-flag"),

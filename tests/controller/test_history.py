@@ -13,6 +13,8 @@ from msgspec.structs import replace
 
 from hybrid_proxy.controller.agent.history import KEPT, LARGEST, MOST_ROWS, History
 from hybrid_proxy.controller.commands.changes import columns
+from hybrid_proxy.controller.commands.columns import Screen
+from hybrid_proxy.controller.commands.columns import table as table_of
 from hybrid_proxy.controller.commands.names import UnknownName
 from hybrid_proxy.controller.commands.views import why_unknown
 from hybrid_proxy.controller.kubernetes.model import Problem, Service, ServicePort, Upserted
@@ -489,6 +491,26 @@ def test_what_happened_does_not_repeat_the_column_of_the_service(service: str, t
     row = ChangeRow(first=NOW, last=NOW, kind="service", service=service, what=text)
     (column,) = (each for each in columns(NOW) if each.header == "WHAT")
     assert str(getattr(column.value(row), "text", "")) == shown
+
+
+def test_a_terminal_of_80_columns_shows_on_whose_word() -> None:
+    what = "address 192.168.77.22/24 dev eth0 is gone: `ip address add 192.168.77.22/24 dev eth0` puts it back"
+    rows = [
+        ChangeRow(first=NOW, last=NOW, kind="node", what=what, by="the kernel"),
+        ChangeRow(first=NOW, last=NOW, kind="service", service="kube-system/kube-dns", what=NOT_SERVED, by=ADDRESSES),
+    ]
+    shown = table_of(columns(NOW), rows, Screen(80))
+    assert shown[0].endswith("BY")
+    assert max(map(len, shown)) <= 80
+    assert shown[-1].split() == ["and", "routes"]
+
+
+def test_a_mode_that_drains_has_a_row_when_it_is_over_alone(tmp_path: Path) -> None:
+    history, path = History(tmp_path / "admin.changes"), tmp_path / "admin.changes"
+    for reason, note in (("Draining", "mode x drains: it has no flows"), ("Drained", "mode x drained for 0 s")):
+        history.event(reason, "", note, "")
+    history.flush()
+    assert [row.text for row in read_changes(path)] == ["mode x drained for 0 s"]
 
 
 def test_a_deletion_is_what_became_of_a_service_whatever_is_said_of_it_later() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from hybrid_proxy.controller.commands.names import Asked, UnknownName, asked_for, at_address, checked
+from hybrid_proxy.controller.commands.views import why_unknown
 from hybrid_proxy.controller.errors import ConfigError
 from hybrid_proxy.dataplane.reports import ServiceRow
 
@@ -27,7 +28,7 @@ UNKNOWN = (
     pytest.param("basket",            "default", ["shop/basket"],                    id="in-another-namespace"),
     pytest.param("defualt/web",       None,      ["default/web", "shop/web"],        id="a-mistyped-namespace"),
     pytest.param("baskte",            None,      ["shop/basket"],                    id="mistyped"),
-    pytest.param("default/web:htps",  None,      ["default/web:https"],              id="a-mistyped-port"),
+    pytest.param("defualt/web:https", None,      ["default/web:https"],              id="a-port-of-a-mistyped-one"),
     pytest.param("kube-system/dns",   None,      ["kube-system/kube-dns"],           id="a-part-of-a-name"),
     pytest.param("default/nope",      None,      [],                                 id="nothing-like-it"),
     pytest.param(None,                "shpo",    ["shop"],                           id="a-namespace"),
@@ -48,6 +49,15 @@ def test_a_name_that_is_unknown_is_an_error_with_suggestions(
         checked(asked_for(service, namespace), KNOWN)
     assert caught.value.suggestions[: len(suggested) or None] == suggested
     assert all(name in str(caught.value) for name in suggested)
+
+
+def test_of_a_service_without_this_port_its_ports_are_named() -> None:
+    with pytest.raises(UnknownName) as caught:
+        checked(Asked("default/web:htp"), KNOWN)
+    assert str(caught.value) == "default/web has no port 'htp'; its ports are http, https"
+    assert why_unknown("/nobody/listens.sock", caught.value) is caught.value, (
+        "the Service's history does not explain it"
+    )
 
 
 @pytest.mark.parametrize(

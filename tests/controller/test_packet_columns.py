@@ -243,6 +243,17 @@ def test_equal_drops_are_one_row_for_people(
     assert output == "json" or ["  13 x  2027-01-15 07:59:00 UTC" in line for line in shown] == [False, True], out
 
 
+@pytest.mark.parametrize("silent", [[], ["nftables"]])
+def test_only_a_mode_that_reports_packets_can_say_that_there_was_none(
+    silent: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("hybrid_proxy.controller.commands.watch.ask", lambda *_: EventsAnswer([], 1, "ebpf", silent))
+    args = dict.fromkeys(("service", "namespace", "since")) | {"admin_socket": "", "limit": 9, "output": "text"}
+    assert watch.DROPS.run(argparse.Namespace(**args, command="drops", follow=False)) == 0
+    (said,) = capsys.readouterr().err.splitlines()
+    assert said.startswith("mode nftables reports no packets" if silent else "no packet was dropped or rejected")
+
+
 @pytest.mark.parametrize("text", ["5", "yesterday", "-5m", "0", ""])
 def test_since_is_a_duration(text: str) -> None:
     with pytest.raises(ConfigError, match="--since"):

@@ -60,6 +60,11 @@ def _cell(value: Any) -> str:
     return "-" if value is None else f"{value:,}" if isinstance(value, int) else str(value)
 
 
+def _since(us: float, digits: int, unit: str = "") -> str:
+    """Microseconds; from the first second on seconds, with so many digits."""
+    return f"{us / 1e6:.{digits}f} s" if us >= 1e6 else f"{us:.1f}{unit}"
+
+
 def _time(ns: int) -> str:
     for limit, unit, size in ((10_000, "ns", 1), (10_000_000, "us", 1_000), (10_000_000_000, "ms", 1_000_000)):
         if ns < limit:
@@ -143,7 +148,9 @@ def _follow(answer: Row, on: Screen) -> Iterator[str]:
         now = f"{row['source']} -> {row['destination']}"
         where = " ".join(filter(None, at[1:]))
         more = [_why(row), f"in {row['function']}"] if "reason" in row else []
-        text = f"  {row['us']:>10.1f} us {'+' + format(row['step_us'], '.1f'):>8}  {row['point']:<28} {where:<24}"
+        text = (
+            f"  {_since(row['us'], 6, ' us'):>13} {'+' + _since(row['step_us'], 1):>8}  {row['point']:<28} {where:<24}"
+        )
         more += [now] * (now != ends)
         whole = " ".join((text, *more)).rstrip()
         fits = on.width is None or len(whole) <= on.width

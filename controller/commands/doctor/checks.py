@@ -29,7 +29,7 @@ from hybrid_proxy.controller.commands.doctor.facts import (
     Tried,
 )
 from hybrid_proxy.controller.commands.doctor.rules import FIELDS, takes
-from hybrid_proxy.controller.commands.names import Asked, NotServed, UnknownName, checked
+from hybrid_proxy.controller.commands.names import Asked, NotServed, UnknownName, checked, no_port
 from hybrid_proxy.controller.commands.troubles import (
     EMPTY,
     READ_LOG,
@@ -497,8 +497,7 @@ def _unknown_name(facts: ServiceFacts, node: NodeFacts) -> Finding:
     service, _, port = facts.asked.partition(":")
     ports = [name for name in facts.services if name.startswith(f"{service}:")]
     if port and ports:
-        text = f"{service} has no port {port!r}; its ports are {some({p.partition(':')[2]: 1 for p in ports})}"
-        return Finding("problem", "object", text, "name one of these", "no-such-port")
+        return Finding("problem", "object", no_port(facts.asked, ports), "name one of these", "no-such-port")
     if facts.ignored:
         text = str(NotServed(facts.ignored))
         if any(why.startswith("refused: ") for why in facts.ignored.values()):

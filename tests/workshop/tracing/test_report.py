@@ -101,3 +101,12 @@ def test_a_packet_that_is_sent_again_is_marked() -> None:
     points = [point(1, float(at), name, CLIENT, end) for at in (0, 1000) for name, end in ways]
     shown = list(lines(answer("follow", points=points), Screen()))
     assert [number for number, line in enumerate(shown) if line == "packet 1, sent again"] == [4]
+
+
+def test_what_comes_after_the_first_second_is_told_in_seconds() -> None:
+    points = [point(1, at, "sent", CLIENT, FRONTEND, step_us=step) for at, step in ((83.2, 1.5), (2_001_358.6, 2e6))]
+    shown = [line for line in lines(answer("follow", points=points), Screen()) if "  sent " in line]
+    assert [line.split("sent")[0].split() for line in shown] == [
+        ["83.2", "us", "+1.5"], ["2.001359", "s", "+2.0", "s"],
+    ]  # fmt: skip
+    assert len({line.index("sent") for line in shown}) == 1

@@ -153,7 +153,7 @@ class Failover:
         ejection = self._detector.ejections[subject]
         if ejection.until is None:
             return f"until its probe succeeds: {ejection.reason}"
-        return f"for {max(0.0, ejection.until - time.monotonic()):.0f} s: {self._why(subject)}"
+        return f"for {max(1.0, ejection.until - time.monotonic()):.0f} s: {self._why(subject)}"
 
     def _why(self, subject: Subject) -> str:
         ejection = self._detector.ejections[subject]
