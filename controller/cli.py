@@ -31,9 +31,7 @@ exit codes:
   2  the command cannot be used in this way: unknown flags and commands, values that are none, files with mistakes.
 """
 _LOGS: Final = f"; the agent logs to standard error: {LOGS}"
-INSTEAD: Final = {  # of words that are no command
-    "version": "; did you mean --version?", "get": "; did you mean services?", "log": _LOGS, "logs": _LOGS,
-}  # fmt: skip
+INSTEAD: Final = {"version": "; did you mean --version?", "log": _LOGS, "logs": _LOGS}  # of words that are no command
 ENVIRONMENT: Final = """
 environment:
   NO_COLOR  if it is not empty, nothing is coloured, bold or dim; otherwise what goes to a terminal is.
@@ -166,7 +164,8 @@ def _parsed(arguments: Sequence[str]) -> argparse.Namespace:
         (known[typed] if typed else root).print_help(None if asked else sys.stderr)
         root.exit(OK if asked else USAGE)
     if typed is not None and typed not in known:
-        root.error(f'no command "{typed}"{INSTEAD.get(typed) or meant(typed, known)}')
+        word = "services" if typed == "get" else typed  # as for kubectl
+        root.error(f'no command "{typed}"{INSTEAD.get(typed) or meant(word, known)}')
     args, unknown = root.parse_known_args(arguments)
     if unknown:
         from hybrid_proxy.controller.commands.names import closest

@@ -181,10 +181,6 @@ class Draining:
                 text = text if any(left.flows.values()) else "it has no flows"
                 self._announce("Draining", f"mode {name} drains: {text}")
             late = bool(self.timeout) and time.monotonic() - left.since >= self.timeout
-            if late and any(left.flows.values()):
-                log.warning(
-                    "mode %s goes, because its time to drain is over: %s", name, described(left.flows, "ends", "end")
-                )
         except (DataplaneError, OSError) as error:
             log.warning("flows of mode %s, which drains, cannot be counted: %s", name, error)
             return

@@ -46,8 +46,7 @@ MOST_ROWS: Final = 100  # keys in one write; of what comes beyond it, only the n
 LARGEST: Final = 512 << 10  # bytes of the file, beyond which it is folded
 LONGEST: Final = 500  # characters of a text
 KEPT: Final = 400  # rows that are left then, of endpoints and Services; and as many of everything else
-# Events of every start, what `problems` remembers, and what the row of another mode tells.
-SILENT: Final = ("Starting", "ExternalIPsServed", "LeftOut", "Draining")
+SILENT: Final = ("Starting", "ExternalIPsServed", "LeftOut", "Draining")  # events that other rows tell
 BRIEF: Final = 10.0  # seconds for which something is there by mistake, or for a test: nobody wants it back
 WORSE: Final = ("down", "none", "0", "full")  # values of facts that the log warns of
 COMMON: Final = ("endpoints", "service")  # kinds that a herd of changes would fill the file with
@@ -97,9 +96,8 @@ class History:
         if now == before:  # a node may have hundreds of interfaces
             return
         changed = [name for name in sorted(now.keys() & before.keys()) if now[name] != before[name]]
-        whats = [
-            each for name in changed for each in differences(*(_each(name, those[name]) for those in (before, now)))
-        ]
+        pairs = ((_each(name, before[name]), _each(name, now[name])) for name in changed)
+        whats = [each for pair in pairs for each in differences(*pair)]
         self._of_kernel(whats, worse=any(now[name] in WORSE for name in changed) or any(one[0] == "-" for one in whats))
 
     def held(self, now: frozenset[str], links: Mapping[str, bool]) -> None:

@@ -28,7 +28,7 @@ import msgspec
 
 from hybrid_proxy.controller.commands.bundle_page import page
 from hybrid_proxy.controller.commands.command import Command, add_admin, add_folders, add_output
-from hybrid_proxy.controller.commands.terminal import encoded, print_value, say
+from hybrid_proxy.controller.commands.terminal import encoded, print_value, remark, say
 from hybrid_proxy.controller.commands.views import Agent, agent_at
 from hybrid_proxy.controller.errors import ControllerError
 from hybrid_proxy.controller.redact import redact
@@ -125,7 +125,7 @@ def run(args: argparse.Namespace) -> int:
         say(f"{path}: {amount}, {len(sizes)} files, without tokens, keys and certificates.")
         say("It has addresses and names of this cluster: look into it before you give it away.")
         for name, why in missing.items():
-            say(f"  not in it: {name}: {why}", to=sys.stderr)
+            remark(f"  not in it: {name}: {why}")
     return 0
 
 

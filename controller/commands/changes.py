@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,7 +12,7 @@ from typing import Final
 from hybrid_proxy.controller.commands.columns import Cell, Column, Tone
 from hybrid_proxy.controller.commands.command import Command, add_admin, add_service, add_table, number_from, started
 from hybrid_proxy.controller.commands.names import Asked, asked_for
-from hybrid_proxy.controller.commands.terminal import print_rows, print_stream, say
+from hybrid_proxy.controller.commands.terminal import print_rows, print_stream, remark
 from hybrid_proxy.controller.errors import ControllerError
 from hybrid_proxy.controller.semantics.history import ChangeRow, folded
 from hybrid_proxy.controller.serving.memory import changes_path, read_changes
@@ -41,7 +40,7 @@ def run(args: argparse.Namespace) -> int:
     else:
         began = min((row.first for row in known), default=None)
         when = f"; changes are known since {clock(began, now)}" if began else ": no agent has written any down"
-        say(f"(no such change is remembered{when})", to=sys.stderr)
+        remark(f"(no such change is remembered{when})")
     return 0
 
 

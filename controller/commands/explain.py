@@ -13,7 +13,10 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
+import msgspec
+
 from hybrid_proxy.controller.commands.command import Command, add_admin, add_config, add_output, pod_address
+from hybrid_proxy.controller.commands.terminal import print_value, remark, say
 from hybrid_proxy.controller.errors import ConfigError, ControllerError
 from hybrid_proxy.controller.settings.config import Config, from_flags
 from hybrid_proxy.controller.settings.documents import SERVICES
@@ -154,7 +157,7 @@ def _find_in(table: ServiceTable, named: NamedTarget, family: int) -> Fields:
 
 def _fields(found: FoundAnswer | Destination, protocol: Protocol) -> Fields:
     if found.left:
-        _say(f"note: {found.left}; {found.address} is meant here")
+        remark(f"note: {found.left}; {found.address} is meant here")
     return {"dst": found.address, "port": found.port, "proto": protocol.name}
 
 
@@ -162,8 +165,6 @@ _FLAGS: Final = {"src": "--from", "dst": "--to", "port": "--to", "proto": "--to"
 
 
 def _flows(file: str) -> list[Any]:
-    import msgspec
-
     try:
         content = sys.stdin.buffer.read() if file == "-" else Path(file).read_bytes()
     except OSError as error:
@@ -196,7 +197,6 @@ def target(text: str) -> dict[str, object]:
 
 
 def _answer(manifests: Path, config: Config, args: argparse.Namespace) -> int:
-    from hybrid_proxy.controller.commands.terminal import print_value, say
     from hybrid_proxy.controller.kubernetes.manifests import load
     from hybrid_proxy.controller.kubernetes.model import KINDS, Problem
     from hybrid_proxy.controller.semantics.cluster import Cluster
@@ -208,19 +208,19 @@ def _answer(manifests: Path, config: Config, args: argparse.Namespace) -> int:
     for event in load(manifests, config.settings.proxy_name or None):
         cluster.apply(event)
         if isinstance(event, Problem):
-            _say(f"refused: {event.text}")
+            remark(f"refused: {event.text}")
     for problem in cluster.complaints.values():
-        _say(f"note: {problem.text}")
+        remark(f"note: {problem.text}")
     if cluster.node is None:
-        _say(f"note: no Node named {name!r} in {manifests}: its addresses, pod ranges and zone are unknown")
+        remark(f"note: no Node named {name!r} in {manifests}: its addresses, pod ranges and zone are unknown")
     builder = Builder(config.settings)
     table = builder.build(cluster, config.hybrid.node_addresses)
     for service, messages in builder.conflicts.items():
         for message in messages:
-            _say(f"conflict: {service}: {message}")
+            remark(f"conflict: {service}: {message}")
     for service, known in builder.external_ips.items():
         for message in known.refused:
-            _say(f"note: {service}: {message}")
+            remark(f"note: {service}: {message}")
 
     packets = packets_of(args, partial(_find_in, table))
     verdicts = [explain(table, packet) for packet in packets]
@@ -249,12 +249,6 @@ def lines(packet: Any, verdict: Any, reasons: Iterable[str]) -> list[str]:
     what = f"{title}{packet.src} -> {target}/{packet.protocol.lower()} {MEANINGS[verdict.verdict]} ({verdict.verdict})"
     facts = {"service: ": verdict.service, "backends:": ", ".join(verdict.backends)}
     return [what, *(f"  {one}" for one in reasons), *(f"  {name} {one}" for name, one in facts.items() if one)]
-
-
-def _say(text: str) -> None:
-    from hybrid_proxy.controller.commands.terminal import say
-
-    say(text, to=sys.stderr)
 
 
 # The command line

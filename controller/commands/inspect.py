@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -12,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import msgspec
 
-from hybrid_proxy.controller.commands import listings
+from hybrid_proxy.controller.commands import listings, terminal
 from hybrid_proxy.controller.commands.columns import Column
 from hybrid_proxy.controller.commands.command import (
     Command,
@@ -25,7 +24,6 @@ from hybrid_proxy.controller.commands.command import (
 from hybrid_proxy.controller.commands.explain import lines, sentences
 from hybrid_proxy.controller.commands.listings import Change, ModeRow, changes
 from hybrid_proxy.controller.commands.names import UnknownName
-from hybrid_proxy.controller.commands.terminal import print_lines, print_rows, print_stream, print_value, say, screen
 from hybrid_proxy.controller.errors import ControllerError
 from hybrid_proxy.controller.semantics.explain import Packet, Verdict, left_text
 from hybrid_proxy.controller.serving import protocol as p
@@ -53,9 +51,9 @@ def _list(read: _Read, args: argparse.Namespace) -> int:
     if args.watch:
         return _watch(args, read)
     found = _read(args, read)
-    print_rows(args, found.columns, found.rows)
+    terminal.print_rows(args, found.columns, found.rows)
     for note in found.notes if args.output in ("text", "wide") else ():
-        _say(note)
+        terminal.remark(f"({note})")
     return 0
 
 
@@ -147,7 +145,7 @@ def _watch(args: argparse.Namespace, read: _Read) -> int:
             before = now
 
     with contextlib.suppress(KeyboardInterrupt):
-        print_stream(args, listings.change_columns(first.columns), followed(), likely)
+        terminal.print_stream(args, listings.change_columns(first.columns), followed(), likely)
     return 0
 
 
@@ -157,7 +155,6 @@ def _show_modes(args: argparse.Namespace) -> int:
     from hybrid_proxy.controller.commands.status import switched
     from hybrid_proxy.controller.commands.views import without_agent
 
-    note = ""
     try:
         status = ask(args.admin_socket, p.GetStatus(), p.StatusAnswer, FIRST_SECONDS).status
         does = {**dict.fromkeys((one.mode for one in status.draining), "drains"), status.mode.effective: "serves"}
@@ -172,9 +169,9 @@ def _show_modes(args: argparse.Namespace) -> int:
     rows = [
         ModeRow(mode, not lacks, does[mode].startswith("serves"), lacks, does[mode]) for mode, lacks in missing.items()
     ]
-    print_rows(args, listings.mode_columns(), rows)
+    terminal.print_rows(args, listings.mode_columns(), rows)
     if note:
-        _say(note)
+        terminal.remark(f"({note})")
     return 0
 
 
@@ -190,11 +187,11 @@ def _show_status(args: argparse.Namespace) -> int:
             status = _with_quiet_flows(args, status) if status.draining else status
             status = _with_former(args, status) if status.starting else status
     if args.output in ("json", "yaml"):
-        print_value(args.output, status)
+        terminal.print_value(args.output, status)
     elif isinstance(status, p.AgentStatus):
-        print_lines(text.lines(status, screen(), time.time(), wide=args.output == "wide"))
+        terminal.print_lines(text.lines(status, terminal.screen(), time.time(), wide=args.output == "wide"))
     else:
-        print_lines(text.lines_without_agent(status, screen(), time.time()))
+        terminal.print_lines(text.lines_without_agent(status, terminal.screen(), time.time()))
     if isinstance(status, p.AgentStatus):
         verdict = text.verdict(status)
         worse = verdict is Verdict.DEGRADED and args.exit_code == "degraded"
@@ -223,10 +220,6 @@ def _with_former(args: argparse.Namespace, status: p.AgentStatus) -> p.AgentStat
     return msgspec.structs.replace(status, former=without_agent(args.admin_socket, args.pin_root, starting))
 
 
-def _say(note: str) -> None:
-    say(f"({note})", to=sys.stderr)
-
-
 def explain_live(args: argparse.Namespace, packets: list[Packet]) -> int:
     """Ask the loaded program, through the agent."""
     for each in packets:
@@ -240,7 +233,7 @@ def explain_live(args: argparse.Namespace, packets: list[Packet]) -> int:
         agent = ask(args.admin_socket, p.GetNames(), p.NamesAnswer)
     except StartingError as error:
         agent = p.NamesAnswer("", [], None, {}, [])
-        _say(f"{error}; this is what the agent before it left")
+        terminal.remark(f"({error}; this is what the agent before it left)")
     known = _flows_of_drained(args, packets, agent)
     asked = [probe for packet, probe in zip(packets, probes, strict=True) if packet not in known]
     try:
@@ -248,21 +241,21 @@ def explain_live(args: argparse.Namespace, packets: list[Packet]) -> int:
     except UnansweredError:
         raise
     except ControllerError as error:
-        _say(f"{error}: the agent's service table answers")
+        terminal.remark(f"({error}: the agent's service table answers)")
         rest = [packet for packet in packets if packet not in known]
         answers = map(_by_table, ask(args.admin_socket, p.GetTable(None, rest), p.TableAnswer).verdicts)
     rows = [_as_drained(known[packet], agent) if packet in known else next(answers) for packet in packets]
     for packet, row in zip(packets, rows, strict=True):
         row.name, row.mode = packet.name, row.mode or agent.mode
     if args.output == "json":
-        print_value(args.output, rows if args.flows else rows[0])
+        terminal.print_value(args.output, rows if args.flows else rows[0])
         return 0
     for packet, row in zip(packets, rows, strict=True):
         steps = [step.text for step in row.steps if args.verbose or not step.internal]
         if agent.draining and row.mode == agent.mode:
             stay = f"flows that {' and '.join(agent.draining)} has stay there (--source-port says which one is meant)"
             steps.append(f"mode:     {row.mode}; {stay}")
-        say(*lines(packet, row, steps))
+        terminal.say(*lines(packet, row, steps))
     return 0
 
 

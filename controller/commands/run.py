@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import math
-import sys
 from pathlib import Path
 from typing import Final
 
@@ -60,10 +59,10 @@ def _run(args: argparse.Namespace) -> int:
 
         loaded = configfile.load(Path(args.config), flags) if args.config else configfile.of_flags(flags)
         if args.write_config_to:
-            from hybrid_proxy.controller.commands.terminal import say
+            from hybrid_proxy.controller.commands.terminal import remark
 
             for warning in loaded.config.warnings:
-                say(redact(f"warning: {warning}"), to=sys.stderr)
+                remark(redact(f"warning: {warning}"))
             configfile.write(Path(args.write_config_to), loaded)
             return 0
     config = loaded.config if loaded else from_flags(flags)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -13,7 +12,7 @@ from typing import Final
 import msgspec
 
 from hybrid_proxy.controller.commands.command import Command, add_admin, add_output, positive_seconds
-from hybrid_proxy.controller.commands.terminal import print_value, say
+from hybrid_proxy.controller.commands.terminal import print_value, remark, say
 from hybrid_proxy.controller.commands.views import ALL, programmed
 from hybrid_proxy.controller.errors import ConfigError, ControllerError
 from hybrid_proxy.controller.serving import protocol as p
@@ -119,7 +118,7 @@ def _waited(admin_socket: str, answer: p.SwitchAnswer) -> p.AgentStatus:
             return status
         if left.text != shown:
             shown = left.text
-            say(f"mode {answer.before} drains: {shown}", to=sys.stderr)
+            remark(f"mode {answer.before} drains: {shown}")
         time.sleep(COUNT_SECONDS)
 
 
@@ -137,7 +136,7 @@ def _drain(args: argparse.Namespace) -> int:
             break
         if p.described(flows, *p.OPEN) != shown:
             shown = p.described(flows, *p.OPEN)
-            say(f"{shown}, from outside", to=sys.stderr)
+            remark(f"{shown}, from outside")
         time.sleep(COUNT_SECONDS)
     _print(args, Left(leaving=True, flows=flows), f"{p.described(flows, *p.OPEN)}, from outside")
     return 1 if any(flows.values()) else 0

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import sys
 import time
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping
@@ -19,7 +18,7 @@ import msgspec
 
 from hybrid_proxy.controller.agent.modes import open_mode
 from hybrid_proxy.controller.commands.command import Command, add_admin, add_folders, add_output
-from hybrid_proxy.controller.commands.terminal import print_value, say
+from hybrid_proxy.controller.commands.terminal import print_value, remark, say
 from hybrid_proxy.controller.commands.views import frontends, programmed
 from hybrid_proxy.controller.errors import ControllerError
 from hybrid_proxy.controller.serving.admin import ask
@@ -146,7 +145,7 @@ def _wait(args: argparse.Namespace, services: Mapping[Key, None]) -> None:
     while need := _present(_need(agent := _status(args), services, servers)):
         if time.monotonic() - said >= SAY_SECONDS:
             said = time.monotonic()
-            say(f"{described(need, 'still needs', 'still need')} what kube-proxy left", to=sys.stderr)
+            remark(f"{described(need, 'still needs', 'still need')} what kube-proxy left")
         time.sleep(POLL_SECONDS)
         _refuse(agent, find_other_proxies(agent.mode.effective).evidence)
 

@@ -7,7 +7,7 @@ import os
 import shutil
 import sys
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, TextIO, TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -27,9 +27,14 @@ def wants_colours() -> bool:
     return not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
 
 
-def say(*lines: str, to: TextIO | None = None) -> None:
-    """Print lines for people, on standard output or `to`; a line break in one of them begins no other."""
-    print("\n".join(map(printable, lines)), file=to or sys.stdout, flush=True)
+def say(*lines: str) -> None:
+    """Print lines for people; a line break in one of them begins no other."""
+    print("\n".join(map(printable, lines)), flush=True)
+
+
+def remark(text: str) -> None:
+    """Print a line for people on standard error, in addition to what was asked for."""
+    print(printable(text), file=sys.stderr, flush=True)
 
 
 def print_lines(lines: Iterable[str]) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import sys
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
@@ -26,7 +25,7 @@ from hybrid_proxy.controller.commands.command import (
 from hybrid_proxy.controller.commands.explain import source_of
 from hybrid_proxy.controller.commands.names import Asked, asked_for, checked
 from hybrid_proxy.controller.commands.packet_columns import Group, advice, event_columns, grouped, kind
-from hybrid_proxy.controller.commands.terminal import print_rows, print_stream, say, screen
+from hybrid_proxy.controller.commands.terminal import print_rows, print_stream, remark, screen
 from hybrid_proxy.controller.commands.views import checked_service, remembered_events
 from hybrid_proxy.controller.errors import ConfigError
 from hybrid_proxy.controller.serving.admin import FIRST_SECONDS, UnansweredError, ask
@@ -54,11 +53,11 @@ def _show(command: str, args: argparse.Namespace) -> int:
         names, events, note = remembered_events(args.admin_socket, error)
         asked = checked(asked_for(args.service, args.namespace), names)
         _print(args, [row for row in events if asked.has(row.service)])
-        _say(note)
+        remark(note)
         return 0
     args.service = checked_service(args)
     if silent:
-        _say(f"mode {' and '.join(silent)} reports no packets; `status` has what it counts")
+        remark(f"mode {' and '.join(silent)} reports no packets; `status` has what it counts")
     if command == "trace":
         return _show_trace(args)
     if args.follow:
@@ -76,11 +75,11 @@ def _print(args: argparse.Namespace, rows: list[PacketEvent], *, silent: bool = 
     if shown or args.output in ("json", "yaml"):
         print_rows(args, _columns(args, lasts, groups), lasts)
     if len(shown) < len(rows):
-        _say(f"{len(shown)} of {len(rows)} events; --limit shows more")
+        remark(f"{len(shown)} of {len(rows)} events; --limit shows more")
     if not (rows or silent):
         whose = f" of {args.service}" if args.service else ""
         when = f" in the last {args.since}" if args.since else ""
-        _say(f"no packet{whose} was dropped or rejected{when}, and no backend failed, as far as events are kept")
+        remark(f"no packet{whose} was dropped or rejected{when}, and no backend failed, as far as events are kept")
 
 
 def _columns(
@@ -91,12 +90,12 @@ def _columns(
 
 def _show_trace(args: argparse.Namespace) -> int:
     client = f"from or to {args.client}" if args.client else ""
-    _say(f"tracing{f' packets {client}' if client else ''} for {args.seconds:g} s; Ctrl-C ends it earlier")
+    remark(f"tracing{f' packets {client}' if client else ''} for {args.seconds:g} s; Ctrl-C ends it earlier")
     if shown := _stream(args, _traced(args)):
-        _say(advice(shown, args.service))
+        remark(advice(shown, args.service))
     else:
         whose = " ".join(filter(None, (f" of {args.service}" if args.service else "", client)))
-        _say(f"no packet{whose} was seen in {args.seconds:g} s")
+        remark(f"no packet{whose} was seen in {args.seconds:g} s")
     return 0
 
 
@@ -132,7 +131,7 @@ def _follow(args: argparse.Namespace, since: float | None) -> None:
     rows, after = _events(args, ALL)
     shown = rows[-LAST:] if since is None else _within(rows, since)
     began = f", since {clock(shown[0].time, time.time())}" if shown else ""
-    _say(f"the last {len(shown)} of {several(len(rows), 'event')}{began}, then those that come:")
+    remark(f"the last {len(shown)} of {several(len(rows), 'event')}{began}, then those that come:")
     _stream(args, chain(shown, _coming(args, after)), shown)
 
 
@@ -151,7 +150,9 @@ def _traced(args: argparse.Namespace) -> Iterator[PacketEvent]:
         ask(args.admin_socket, SetTrace(args.service, client, LEASE_SECONDS), TraceAnswer)
         time.sleep(min(POLL_SECONDS, max(0.0, end - time.monotonic())))
         rows, after = _events(args, after)
-        yield from (row for row in rows if not client or client in _ends(row))
+        for row in rows:
+            if not client or client in (end.rpartition(":")[0].strip("[]") for end in (row.source, row.destination)):
+                yield row
     ask(args.admin_socket, SetTrace(None, None, 0), TraceAnswer)
 
 
@@ -164,14 +165,6 @@ def _address(text: str | None) -> str | None:
 
 def _within(rows: list[PacketEvent], since: float | None) -> list[PacketEvent]:
     return rows if since is None else [row for row in rows if row.time >= since]
-
-
-def _ends(row: PacketEvent) -> set[str]:
-    return {end.rpartition(":")[0].strip("[]") for end in (row.source, row.destination)}
-
-
-def _say(text: str) -> None:
-    say(text, to=sys.stderr)
 
 
 # For the widths of columns whose rows are still to come.

@@ -168,8 +168,8 @@ def last_known(name: str, rows: Sequence[ChangeRow], now: float) -> str:
 def change_of_node(before: NodeNetwork, after: NodeNetwork) -> list[str]:
     """Describes each thing that is different about this node."""
     was, now = (
-        _each("address of node ports", node.node_port_addresses)
-        | _each("ServiceCIDR", node.service_cidrs) | _each("source of masqueraded packets", node.primary)
+        _each("address of node ports", node.node_port_addresses) | _each("ServiceCIDR", node.service_cidrs)
+        | _each("source of masqueraded packets", node.primary)
         | {"pods are recognized by": ", ".join((*node.pods.prefixes, node.pods.interface)).strip(", ")}
         for node in (before, after)
     )  # fmt: skip

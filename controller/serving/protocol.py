@@ -199,12 +199,12 @@ class AgentStatus(msgspec.Struct, kw_only=True, frozen=True):
         source: The source of objects, and whether they can be read.
         problems: Refused objects, whose last good version stays; with `in_use`: used without a part.
         node_faults: What is missing or wrong in the Node object and the ServiceCIDRs, and what serves instead.
-        lost_routes: Commands that add default routes that are gone.
-        cut: Interfaces other than pods' that are down, and what led by them is gone.
+        lost_routes: Commands that restore default routes.
+        cut: Uplinks that are down.
         left_to_node: ClusterIPs that an interface of this node has (NodeLocal DNSCache), each with its Service.
-        down: Interfaces of pods that are down, or whose other end is.
+        down: Interfaces of pods, down at either end.
         not_forwarding: Address families (4, 6) of Services, of which the kernel forwards no packets.
-        unheard: Those of them at whose ports nothing listens.
+        unheard: Those at whose ports nothing listens.
         without_backend: Service ports that have no backend on this node.
         conflicts: By service, the frontends that it lost, and who has each.
         refused_external_ips: By service, which of its external IPs are not served, and why.

@@ -123,7 +123,7 @@ def of_explain(text: str) -> Iterator[str]:
     verdict = Verdict(text, "dnat", f"Candidates: zone hints: {text}. More.", (text,), service=text)
     with captured() as written:
         terminal.say(*explain.lines(packet, verdict, [verdict.reason]))
-        explain._say(f"refused: {text}")  # noqa: SLF001
+        terminal.remark(f"refused: {text}")
     yield from written()
 
 
