@@ -56,7 +56,7 @@ CODES = (
     ("services -A -o wide",                               0, ""),
     ("services web",                                      1, "did you mean default/web?"),
     ("backends default/wbe",                              1, "did you mean default/web?"),
-    ("backends default/web:nope",                         1, "did you mean default/web:http?"),
+    ("backends default/web:nope",                         1, "its ports are http"),
     ("flows -n defualt",                                  1, "did you mean default?"),
     ("flows default/web",                                 0, ""),
     ("drops web",                                         1, "did you mean default/web?"),
