@@ -66,6 +66,8 @@ def show(view: View, args: argparse.Namespace) -> int:
     targets = of_services(here.services, here.backends, node, to=place)
     if not targets.places:
         raise ControllerError("no service port is programmed here, so there is nothing to measure; --to names a target")
+    if owners := {row.service or "?" for row in here.backends if row.address in targets.names}:
+        print(f"{targets.names[0]} is a backend of {', '.join(sorted(owners))}", file=sys.stderr)
     home = Path("/proc/thread-self/ns/net").stat().st_ino  # what the kernel has in `net.ns.inum`
     before = _counters(args, here) if view is View.DROPS else Counter[str]()
     print("loading the probes (some seconds where they are compiled first) ...", file=sys.stderr, flush=True)

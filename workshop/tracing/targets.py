@@ -79,8 +79,7 @@ def of_services(
                 places.setdefault(place, names.index(name))
     served = {place_of(row.address, row.protocol): row.service for row in backends if row.service in names}
     if to is not None and to not in places:
-        own = f" (a backend of {served[to]})" if to in served else ""
-        return Targets((place_text(to.address, to.port) + own,), {to: 0}, {to: 0})
+        return Targets((place_text(to.address, to.port),), {to: 0}, {to: 0})
     if to is not None:
         names, places = [names[places[to]]], {to: 0}
     return Targets(tuple(names), places, {at: names.index(name) for at, name in served.items() if name in names})

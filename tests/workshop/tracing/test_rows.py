@@ -190,7 +190,7 @@ def test_one_destination() -> None:
     assert of_services(ROWS, BACKENDS, [], to=Place(mapped("10.0.0.1"), 80, 6)).names == ("10.0.0.1:80",)
     to = Place(mapped("fd77:1::11"), 8080, 6)
     backend = of_services(ROWS, BACKENDS, [], to=to)
-    assert backend.names == ("[fd77:1::11]:8080 (a backend of default/web:http)",)
+    assert backend.names == ("[fd77:1::11]:8080",)
     assert (backend.places, backend.backends) == ({to: 0}, {to: 0})  # its connections are shown as its own
 
 
