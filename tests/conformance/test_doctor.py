@@ -29,7 +29,7 @@ from hybrid_proxy.controller.commands.doctor.facts import Cause
 from hybrid_proxy.controller.commands.status import Verdict
 from hybrid_proxy.controller.commands.status import verdict as judged
 from hybrid_proxy.controller.commands.troubles import SEE_FAILURES
-from hybrid_proxy.controller.semantics.history import GONE, folded, last_known
+from hybrid_proxy.controller.semantics.history import CUT, GONE, folded, last_known
 from hybrid_proxy.controller.serving.memory import Memory, changes_path, memory_path, read_changes, recall
 from hybrid_proxy.controller.serving.protocol import AgentStatus
 from hybrid_proxy.dataplane.table import socket_text
@@ -524,7 +524,7 @@ def uplink_down(clinic: Clinic) -> Iterator[None]:
     with kept(clinic, "node"):
         clinic.run("node", "ip", "link", "set", "eth0", "down")
         try:
-            until(lambda: any(row.what.endswith(GONE) for row in read_changes(path)), "it is written down")
+            until(lambda: any(CUT in row.what for row in read_changes(path)), "it is written down")
             yield
         finally:
             clinic.run("node", "ip", "link", "set", "eth0", "up")
