@@ -15,6 +15,7 @@ import msgspec
 from hybrid_proxy.controller.commands.doctor.facts import Diagnosis
 from hybrid_proxy.controller.serving.admin import ask
 from hybrid_proxy.controller.serving.protocol import AgentStatus, GetTable, TableAnswer
+from hybrid_proxy.dataplane.table import Kind
 from hybrid_proxy.workshop.lab.network import NODE_NAMES, SERVICE_CIDRS, Lab
 from hybrid_proxy.workshop.lab.objects import endpoint_slice, service
 
@@ -63,7 +64,7 @@ class Clinic:
         serving = pods if ready and not named and spec.get("internalTrafficPolicy") != "Local" else ()
         return self.settled(
             name, serving, target, len(listed), () if ready else pods, guarded="loadBalancerSourceRanges" in spec,
-            sticky="sessionAffinity" in spec,
+            sticky="sessionAffinity" in spec, outer=made["spec"]["type"] != "ClusterIP",
         )  # fmt: skip
 
     @staticmethod
@@ -81,7 +82,7 @@ class Clinic:
 
     def settled(
         self, name: str, pods: Sequence[str], target: int, count: int, unready: Sequence[str], *,
-        guarded: bool = False, sticky: bool = False,
+        guarded: bool = False, sticky: bool = False, outer: bool = False,
     ) -> AgentStatus:  # fmt: skip
         """Wait until the agent has programmed these endpoints, of so many ports, which may come before the Service."""
         wanted = {(self.lab[pod].address4, target) for pod in pods}
@@ -92,7 +93,8 @@ class Clinic:
             found = {(end.address, end.port) for port in ports for each in port.backend_sets for end in each.backends}
             ranges = any(each.source_ranges for port in ports for each in port.frontends)
             sticks = any(port.affinity_seconds for port in ports)
-            spec = (ranges, sticks) == (guarded, sticky)
+            ported = any(each.kind is Kind.NODE_PORT for port in ports for each in port.frontends)
+            spec = (ranges, sticks, ported) == (guarded, sticky, outer)
             return status.synced and len(ports) == count and found == wanted and spec
 
         return self.agent.wait(is_there, 20, f"aware of {name}")

@@ -220,9 +220,12 @@ def test_the_relay_of_a_former_version_serves_until_the_first_sync_and_ends_with
         with node.lab.socket("pod1") as half_open:
             half_open.setblocking(False)
             half_open.connect_ex(WEB)
-            eventually(lambda: conntrack.open_flows({(*WEB, int(Protocol.TCP)): None}), "conntrack does not have it")
-            node.mode.sync(node.table("pod3"))
+            eventually(
+                lambda: conntrack.half_open_keys({(*WEB, int(Protocol.TCP)): None}), "conntrack does not have it"
+            )
+            # The SYN comes again a second later, and after that more than ACCEPT_SECONDS later.
             assert node.lab.run("pod1", ["nft", "delete table ip hold"]).returncode == 0
+            node.mode.sync(node.table("pod3"))
             half_open.settimeout(20)
             assert ask_tcp(half_open).pod == "pod2"
         assert node.new().pod == "pod3"
