@@ -115,15 +115,17 @@ class History:
         gone, came = sorted(before - now), sorted(now - before)
         self._came = {each: when for each, when in self._came.items() if at - when < BRIEF} | dict.fromkeys(came, at)
         names = {each: each.removeprefix("ip ").replace(" add ", " ") for each in (*gone, *came)}
-        back = {each: f": `{each}`{GONE}" for each in gone if each.split()[-1] in links and not self._mistaken(each)}
+        mistaken = self._mistaken(gone)
+        back = {each: f": `{each}`{GONE}" for each in gone if each.split()[-1] in links and each not in mistaken}
         self._of_kernel([f"{names[each]} is gone{back.get(each, '')}" for each in gone], worse=True)
         self._of_kernel([f"{names[each]} came" for each in came], worse=False)
 
-    def _mistaken(self, command: str) -> bool:
-        """Whether it adds an address that nobody wants back: one of a Service, or one that had just come."""
-        _, what, _, address, *_ = command.replace("/", " ").split()
-        fronts = (each.address for entry in self._table.entries() for each in entry.frontends)
-        return what == "address" and (command in self._came or address in {*self._table.left_to_node, *fronts})
+    def _mistaken(self, gone: Iterable[str]) -> set[str]:
+        """Returns those of addresses that nobody wants back: that a Service has, or that had just come."""
+        places = {each: each.replace("/", " ").split()[3] for each in gone if each.startswith("ip address ")}
+        fronts = (each.address for entry in self._table.entries() for each in entry.frontends) if places else ()
+        services = {*self._table.left_to_node, *fronts}
+        return {each for each, address in places.items() if each in self._came or address in services}
 
     def _of_kernel(self, whats: list[str], *, worse: bool) -> None:
         for what in whats[:MOST_ROWS]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from ipaddress import ip_address, ip_network
 from typing import Any, Final
@@ -158,8 +158,11 @@ def counted(before: Iterable[Rule], after: Iterable[Rule]) -> Mapping[Rule, int]
 
 def taken(rules: Iterable[Rule], at: Mapping[tuple[Any, int, int], str | None]) -> Iterator[tuple[str, str, Rule]]:
     """Find the rules that redirect packets to some of these addresses, which they name: service, address and rule."""
+    served = defaultdict[Any, list[tuple[int, str]]](list)  # a node may have 100,000 frontends
+    for (address, port, _), name in at.items():
+        served[address].append((port, (name or "-").partition(":")[0]))
     for rule in rules:
-        named = set(_WORD.findall(_ENDS.split(rule.text)[0])) if rule.away else ()
-        for (address, port, _), name in at.items():
-            if address in named and takes(rule.text, {"daddr": address, "dport": str(port)}, surely=False):
-                yield (name or "-").partition(":")[0], address, rule
+        for address in served.keys() & _WORD.findall(_ENDS.split(rule.text)[0]) if rule.away else ():
+            for port, name in served[address]:
+                if takes(rule.text, {"daddr": address, "dport": str(port)}, surely=False):
+                    yield name, address, rule
