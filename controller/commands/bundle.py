@@ -218,11 +218,11 @@ def _parts(args: argparse.Namespace) -> Iterator[tuple[str, Part]]:
 
 def _versions() -> str:
     packages = ("hybrid-proxy", "msgspec", "numpy", "pyroute2", "kubernetes", "cffi")
-    known = {package: [each.version for each in distributions(name=package)] for package in packages}
+    known = {package: next((each.version for each in distributions(name=package)), None) for package in packages}
     return _json(
         {
             "python": sys.version, "kernel": platform.release(), "machine": platform.machine(),
-            "cpus": os.cpu_count(), **{package: next(iter(found), None) for package, found in known.items()},
+            "cpus": os.cpu_count(), **known,
         }
     )  # fmt: skip
 

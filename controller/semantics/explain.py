@@ -271,8 +271,10 @@ class Explainer:
             ipvs = "in mode ipvs it is refused, because the address is the node's own there"
             return Verdict(packet.name, "untouched", f"{reason} alone ({ipvs}).")
         backend = protocol and self._backends.get((text, packet.port, int(protocol)))
-        meant = f"no address and port of a service: {dst} is {self._whose(packet, dst)}"
-        return Verdict(packet.name, "untouched", f"{what} is {f'a backend of {backend} itself' if backend else meant}.")
+        if backend:
+            return Verdict(packet.name, "untouched", f"{what} is a backend of {backend} itself.")
+        reason = f"{what} is no address and port of a service: {dst} is {self._whose(packet, dst)}."
+        return Verdict(packet.name, "untouched", reason)
 
     @cached_property
     def _backends(self) -> dict[tuple[str, int, int], str]:
