@@ -182,9 +182,9 @@ class Answers:
         answer = programmer.explain(packet)
         if answer.service is None:
             asked = Packet("", packet.src, packet.dst, packet.port, Protocol(packet.protocol).name)
-            told = _of_table(self.syncer.builder.table, None, [asked]).verdicts[0]
-            if told.verdict == answer.verdict:
-                answer.reason = told.reason
+            by_table = _of_table(self.syncer.builder.table, None, [asked]).verdicts[0]
+            if by_table.verdict == answer.verdict:
+                answer.reason = by_table.reason
                 answer.steps.append(ExplainStep("table", answer.reason))
         return answer
 

@@ -162,7 +162,7 @@ class Draining:
             self.release(name)
 
     def _count_on(self) -> None:
-        rest = 0.0  # open flows also keep their ports by this
+        rest = 0.0  # this also reserves the ports of flows that began since the next mode's first sync
         while not self._stop.wait(rest):
             began = time.thread_time()  # a thread that waits for a busy processor costs nothing
             with self._lock:

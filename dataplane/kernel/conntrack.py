@@ -341,7 +341,7 @@ def reserve(answers: Sequence[FlowKey], seconds: int) -> None:
         with nl.Netlink(nl.NETFILTER) as wire:
             failed = wire.send([_reservation(answer, seconds) for answer in chosen])
     except (OSError, nl.NetlinkFailed) as error:
-        log.warning("another mode may give ports of open flows to new ones: conntrack cannot be told: %s", error)
+        log.warning("new clients may get ports of open flows: conntrack entries cannot be made: %s", error)
     else:
         log.debug("conntrack knows the ports of %d flows, and refused %d", len(answers), len(failed))
 

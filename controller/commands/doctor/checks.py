@@ -153,7 +153,7 @@ def _verdict(target: str, problems: list[Finding], warnings: list[Finding], trie
 
 def node_findings(facts: NodeFacts) -> Iterator[Finding]:
     """Every check of the node, whatever its result."""
-    for down in map(uplink_down, set(facts.cut).difference(facts.agent.cut if facts.agent else ())):
+    for down in map(uplink_down, sorted({*facts.cut}.difference(facts.agent.cut if facts.agent else ()))):
         yield Finding(down.mark, down.subject, down.details[0], down.todo, down.cause)
     agent = facts.agent
     if agent is None:
@@ -540,13 +540,13 @@ def _table(facts: ServiceFacts) -> Iterator[Finding]:
         elif verdict.verdict == "drop":
             family = next(port.family for port in facts.ports if port.name == verdict.service)
             yield Finding("problem", "table", *_policy(verdict.why, facts, family, "it"), "no-local-endpoint")
-    told = dict[tuple[str, str], Finding]()
+    merged = dict[tuple[str, str], Finding]()
     for port in sorted(facts.ports, key=lambda port: port.family):
         for each in _sets(port, facts):
             key = port.name, each.cause or each.text
-            text = told[key].text.replace("IPv4", "IPv4 and IPv6") if key in told else each.text
-            told[key] = msgspec.structs.replace(each, text=text)
-    yield from told.values()
+            text = merged[key].text.replace("IPv4", "IPv4 and IPv6") if key in merged else each.text
+            merged[key] = msgspec.structs.replace(each, text=text)
+    yield from merged.values()
 
 
 def _sets(port: TablePort, facts: ServiceFacts) -> Iterator[Finding]:
