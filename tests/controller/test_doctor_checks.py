@@ -750,6 +750,9 @@ def test_endpoints_that_flap_come_after_what_is_wrong_now() -> None:
     _, _, findings = service(facts(tried(A, "refused", "refused"), tried(B)), node)
     causes = [each.cause for each in findings if each.cause]
     assert causes == ["backend-refuses", "flapping"]
+    flaps = next(each for each in findings if each.cause == "flapping")
+    nowhere = Finding("warning", "node port", "it is served nowhere", "correct nodePortAddresses", "node-faults")
+    assert diagnose("shop/web", [flaps, nowhere], (), 1.0).cause == "node-faults"
 
 
 @pytest.mark.parametrize("families", [(4, 6), (6, 4)])

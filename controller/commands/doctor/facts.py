@@ -171,7 +171,7 @@ Cause = Literal[
     "forwarding-loses", "link-down", "mtu", "endpoint-route", "client-pod", "lossy", "backend-refuses",
     "backend-silent", "backend-unreachable", "backend-never-answers", "backend-stalls", "backend-closes",
     "kernel-differs", "other-proxy", "no-agent", "not-in-sync", "api-unreachable", "map-full", "conntrack-full",
-    "service-path", "not-served", "backend-slow", "flapping", "backends-fail", "node-faults", "refused-objects",
+    "service-path", "not-served", "backend-slow", "backends-fail", "node-faults", "refused-objects", "flapping",
     "ejected", "configuration", "degraded", "draining", "empty-services", "reverse-path", "drops", "untold",
     "untried", "restricted",
 ]  # fmt: skip
