@@ -265,6 +265,7 @@ class Answers:
             conflicts={service: dict(owners) for service, owners in builder.conflicts.items()},
             configuration=self.follower.status(self.mode.config),
             other_proxies=list(self.other_proxies.warnings),
+            foreign_nat=list(self.other_proxies.nat or ()),
             health_checks=self.http.status(),
             conntrack=conntrack.fill(),
             requests=[p.ApiRequests(*row) for row in source.connection.answers()] if source.connection else [],

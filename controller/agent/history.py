@@ -37,6 +37,7 @@ from hybrid_proxy.controller.serving.memory import read_changes
 from hybrid_proxy.controller.serving.protocol import Gone
 from hybrid_proxy.dataplane.diff import changed_services
 from hybrid_proxy.dataplane.errors import told
+from hybrid_proxy.dataplane.firewall_rules import Taken
 from hybrid_proxy.dataplane.reports import clock, several, shortened, some
 from hybrid_proxy.dataplane.table import EMPTY, ServiceTable
 
@@ -73,6 +74,7 @@ class History:
         self._failed = False
         self._facts: dict[str, Mapping[str, str]] = {}
         self._held: frozenset[str] | None = None  # addresses and routes of this node; None: not read yet
+        self._nat: Mapping[str, str] | None = None  # of other programs, with whose address it takes
         self._came: dict[str, float] = {}  # when each of them came
         self.lost = set[str]()  # of these the default routes that it had, and has no other instead
         self.cut: list[str] = []  # interfaces that are down, with which some of them went
@@ -126,6 +128,16 @@ class History:
         fronts = (each.address for entry in self._table.entries() for each in entry.frontends) if places else ()
         services = {*self._table.left_to_node, *fronts}
         return {each for each, address in places.items() if each in self._came or address in services}
+
+    def nat(self, now: Iterable[Taken] | None) -> None:
+        """Remember which NAT of other programs for addresses of Services came or went; None: nobody has looked yet."""
+        known = self._nat if now is None else {str(each): each.service for each in now}
+        before, self._nat = known if self._nat is None else self._nat, known
+        for word, level in (("came", logging.WARNING), ("gone", logging.INFO)):
+            for what in sorted((known or {}).keys() - (before or {})):
+                self.record("node", f"{word}: {what}", "the kernel", (known or {})[what])
+                log.log(level, "%s: %s", word, what)
+            before, known = known, before
 
     def _of_kernel(self, whats: list[str], *, worse: bool) -> None:
         for what in whats[:MOST_ROWS]:

@@ -174,6 +174,7 @@ class Agent:
             partial(self.events.event, "Warning", "OtherProxyFound", "FindOtherProxies"),
             former=lambda: self.mode.former_modes,
             beside=bool(config.settings.proxy_name),
+            table=lambda: self.syncer.builder.table,
         )
         self.http = HttpHandlers(
             config, self.health, counters, self._ask, self.follower.in_effect, flags, self.events,
@@ -397,6 +398,7 @@ class Agent:
         """Have the history compare what no report tells, and links of pods: new ones are down for a moment."""
         now, fill = dict(self._pods), conntrack.fill()
         now |= {name: sysctl.read(sysctl.FORWARDING[family]) or "none" for family, name in FORWARDING.items()}
+        self.history.nat(self.other_proxies.nat)
         self.history.facts("node", now | ({"table of conntrack": "full" if fill.full else "has room"} if fill else {}))
 
     def _trim_memory(self) -> None:

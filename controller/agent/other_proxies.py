@@ -1,4 +1,7 @@
-"""Searches for other proxies here, on a thread of its own: at the start, when nftables' rules change, every minute."""
+"""Searches for other proxies, and NAT of other programs for addresses of Services, on a thread of its own.
+
+It does so at the start, when nftables' rules change, every minute, and more often while such NAT is there: it counts.
+"""
 
 from __future__ import annotations
 
@@ -10,12 +13,17 @@ from typing import Final
 
 import msgspec
 
+from hybrid_proxy.dataplane.firewall_rules import Taken, taken
+from hybrid_proxy.dataplane.kernel.foreign_rules import read_rules
 from hybrid_proxy.dataplane.kernel.other_proxies import find_other_proxies, ruleset_generation
 from hybrid_proxy.dataplane.other_proxies import warnings
+from hybrid_proxy.dataplane.table import EMPTY, ServiceTable
 
 log = logging.getLogger(__name__)
 
 SECONDS: Final = 60.0
+NAT_SECONDS: Final = 10.0
+PATIENCE: Final = 20  # reading many rules that change all the time takes a twentieth of the time at most
 READ_SECONDS: Final = 1.0  # between two readings of the number of the ruleset: a search costs fifty times as much
 
 
@@ -28,6 +36,7 @@ class OtherProxiesWatcher:
     `former` returns the modes that have objects here although another one serves: they still have flows, or are being
     removed.
     `report` is called with each new warning, from the thread.
+    `nat` is None until the first search, `table` returns the table that is served.
     `beside`: this agent serves only some Services, alongside a kube-proxy.
     """
 
@@ -38,13 +47,17 @@ class OtherProxiesWatcher:
         *,
         former: Callable[[], Collection[str]] = frozenset,
         beside: bool = False,
+        table: Callable[[], ServiceTable] = lambda: EMPTY,
     ) -> None:
         self.warnings: tuple[str, ...] = ()
+        self.nat: tuple[Taken, ...] | None = None
         self.mode = mode
         self.settled = False
         self._former = former
         self._beside = beside
         self._report = report
+        self._table = table
+        self._rested = 0.0
         self._stop = threading.Event()
 
     def start(self) -> None:
@@ -57,13 +70,14 @@ class OtherProxiesWatcher:
     def search(self) -> None:
         """Search once; never raises."""
         try:
+            self._search_nat()
             modes = {self.mode, *self._former()}
             seen = find_other_proxies(self.mode, modes)
             if not self.settled or modes != {self.mode, *self._former()}:  # a switch: nobody has left anything yet
                 seen = msgspec.structs.replace(seen, ours=())
             found = warnings(seen, beside=self._beside)
         except Exception:
-            log.exception("the search for other proxies failed")
+            log.exception("the search for other proxies and NAT failed")
             return
         before, self.warnings = self.warnings, found
         for warning in found:
@@ -73,11 +87,18 @@ class OtherProxiesWatcher:
         if before and not found:
             log.info("there is no other proxy any more")
 
+    def _search_nat(self) -> None:
+        began = time.monotonic()
+        frontends = (((f.address, f.port, e.protocol), e.name) for e in self._table().entries() for f in e.frontends)
+        self.nat = tuple(dict.fromkeys(taken(read_rules(nat=True)[0], frontends)))
+        self._rested = time.monotonic() + PATIENCE * (time.monotonic() - began)
+
     def _run(self) -> None:
         due, known = 0.0, b""
         while not self._stop.is_set():
-            generation = ruleset_generation()
-            if time.monotonic() >= due or generation != known:
-                due, known = time.monotonic() + SECONDS, generation
+            generation, now = ruleset_generation(), time.monotonic()
+            if now >= due or (generation != known and now >= self._rested):
+                known = generation
                 self.search()
+                due = now + (NAT_SECONDS if self.nat else SECONDS)
             self._stop.wait(READ_SECONDS)

@@ -15,6 +15,7 @@ from hybrid_proxy.controller.kubernetes.model import KindState
 from hybrid_proxy.controller.semantics.explain import left_text
 from hybrid_proxy.controller.semantics.history import CUT, GONE
 from hybrid_proxy.controller.serving.protocol import AgentStatus, SourceStatus
+from hybrid_proxy.dataplane.firewall_rules import Rule, Taken
 from hybrid_proxy.dataplane.reports import FORWARDING, Fill, Status, Unprogrammed, clock, several, some
 
 NEARLY_FULL: Final = 0.9
@@ -69,6 +70,7 @@ def troubles(status: AgentStatus, *, serves: bool = False, answered: Collection[
         found.insert(min(1, len(found)), drained)  # the first line has room for few reasons
     if status.other_proxies:
         found.append(Trouble("", "other-proxy", "another proxy is on this node", "OTHER PROXY", status.other_proxies))
+    found += map(nat_trouble, status.foreign_nat)
     mode = status.mode
     if mode.degraded:
         text, todo = f"mode {mode.effective} serves instead of {mode.requested}", "`hybrid-proxy modes` says what lacks"
@@ -283,6 +285,25 @@ def forwarding_off(names: Sequence[str]) -> tuple[str, str]:
     settings = [f"net.ipv4.conf.{name.replace('.', '/')}.forwarding" for name in names]  # as sysctl wants it
     text = f"{some(settings)} {'is' if len(names) == 1 else 'are'} 0, so this node forwards nothing that comes in there"
     return text, some([f"`sysctl -w {each}=1`" for each in settings])
+
+
+def nat_trouble(one: Taken) -> Trouble:
+    """Judge NAT of another program for an address of a Service: whether it was before ours, its counter tells."""
+    mark: Mark = "warning" if one.rule.packets is None else "problem" if one.rule.packets else "ok"
+    found = Trouble("NAT", "foreign-nat", f"NAT takes {one.address} ({one.service})", "NAT",
+                    [f"{one}; {so_far(one.rule)}"], mark=mark, todo=no_nat(one.rule))  # fmt: skip
+    return found if mark == "problem" else found._replace(reason="", label=mark, verdict=Verdict.OK)
+
+
+def so_far(rule: Rule) -> str:
+    return "how often is not counted" if rule.packets is None else f"{several(rule.packets, 'packet')} so far"
+
+
+def no_nat(rule: Rule) -> str:
+    """Say how to be rid of a rule that redirects packets."""
+    if rule.chain.startswith("KUBE-"):
+        return "stop kube-proxy if it runs, then `hybrid-proxy takeover` removes its rules"
+    return "delete this rule, or take the address out of it; its table and its comment tell whose it is"
 
 
 def take_off(address: str, held: Iterable[str]) -> str:

@@ -16,6 +16,7 @@ from hybrid_proxy.controller.kubernetes.model import KindState, Problem
 from hybrid_proxy.controller.semantics.explain import Packet, Verdict
 from hybrid_proxy.controller.semantics.history import ChangeRow
 from hybrid_proxy.controller.semantics.lacks import Lack
+from hybrid_proxy.dataplane.firewall_rules import Taken
 from hybrid_proxy.dataplane.mode import ProbePacket
 from hybrid_proxy.dataplane.reports import (
     Ejection,
@@ -210,6 +211,7 @@ class AgentStatus(msgspec.Struct, kw_only=True, frozen=True):
         refused_external_ips: By service, which of its external IPs are not served, and why.
         configuration: The configuration in effect.
         other_proxies: Warnings about other proxies on this node.
+        foreign_nat: Rules of other programs that redirect packets to addresses of Services.
         health_checks: The health-check node ports of load balancers, and the agent's own pages.
         conntrack: The kernel's table of flows; null where it is not loaded.
         requests: Requests to the API server by their answer.
@@ -254,6 +256,7 @@ class AgentStatus(msgspec.Struct, kw_only=True, frozen=True):
     refused_external_ips: dict[str, list[str]] = {}
     configuration: ConfigurationStatus
     other_proxies: list[str]
+    foreign_nat: list[Taken] = []
     health_checks: HealthChecks
     conntrack: Fill | None = None
     requests: list[ApiRequests]

@@ -2,7 +2,7 @@
 
 That is rules of firewalls, virtual servers of IPVS, IPsec policies, and routing rules that no route lookup repeats.
 
-The agent watches `PassingRules` as long as it takes packets past them; `doctor` reads the rules of `foreign_chains`.
+The agent watches `PassingRules` as long as it takes packets past them; `read_rules` reads what other programs' do.
 """
 
 from __future__ import annotations
@@ -15,10 +15,17 @@ from collections.abc import Iterator
 from typing import Final
 
 from hybrid_proxy.dataplane.base_chains import BaseChain, is_foreign
+from hybrid_proxy.dataplane.firewall_rules import Rule, of_iptables, of_nft
 from hybrid_proxy.dataplane.kernel import netlink as nl
 from hybrid_proxy.dataplane.kernel.links import GET_RULE, RTA_PRIORITY, read_routes
 from hybrid_proxy.dataplane.kernel.nfnetlink import Nfnetlink, attributes, generation
-from hybrid_proxy.dataplane.kernel.xtables import legacy_tables_with_rules, legacy_translates
+from hybrid_proxy.dataplane.kernel.tools import output
+from hybrid_proxy.dataplane.kernel.xtables import (
+    Xtables,
+    XtablesError,
+    legacy_tables_with_rules,
+    legacy_translates,
+)
 
 # linux/netfilter/nf_tables.h
 _GET_CHAIN: Final = 4
@@ -31,6 +38,10 @@ _FAMILIES: Final = {1: "inet", 2: "ip", 10: "ip6", 7: "bridge", 5: "netdev"}
 _PASSING: Final = frozenset({"prerouting", "forward", "postrouting", "ingress", "egress"})
 _PATIENCE: Final = 20  # a long list of chains that changes all the time takes a twentieth of the time at most
 
+MOST_TABLES: Final = 32
+TABLES: Final = ("filter", "mangle", "raw", "security", "nat")  # iptables' own
+TOOL_SECONDS: Final = 3.0
+
 _VIRTUAL_SERVERS: Final = "/proc/thread-self/net/ip_vs"
 _HEADING: Final = 3  # lines
 # linux/xfrm.h
@@ -42,9 +53,32 @@ _RULE_GROUPS: Final = 0x80 | 0x40000  # IPv4's and IPv6's
 _BY_PACKET: Final = frozenset({22, 23, 24, 25, 26})  # protocol, source port, destination port, DSCP, flow label
 
 
-def foreign_chains() -> list[BaseChain]:
-    """Returns the base chains of foreign tables; none where the kernel has no nf_tables."""
-    return [chain for chain in _base_chains() if is_foreign(chain.table.partition(" ")[2])]
+def read_rules(*, nat: bool = False) -> tuple[tuple[Rule, ...], str]:
+    """Returns rules of other programs that drop or redirect packets, and why some could not be read.
+
+    `nat`: those alone that redirect packets, to save the time for the others.
+    """
+    rules: list[Rule] = []
+    unknown = []
+    chains = [
+        chain
+        for chain in _base_chains()
+        if is_foreign(chain.table.partition(" ")[2]) and chain.type != "route" and (chain.rules or chain.drops)
+        if not nat or (chain.type == "nat" and chain.hook != "postrouting")
+    ]
+    for table in list(dict.fromkeys(chain.table for chain in chains))[:MOST_TABLES]:
+        try:  # one call for several tables fails where iptables-nft has made one of them (nft 1.0.6)
+            rules += of_nft(output("nft", "-t", "list", "table", *table.split(" ", 1), seconds=TOOL_SECONDS), chains)
+        except OSError as error:
+            unknown.append(f"table {table} cannot be read: {error}")
+    legacy = Xtables("legacy")
+    for family, number in (("ip", 4), ("ip6", 6)):
+        for table in ("nat",) if nat else TABLES:
+            try:
+                rules += of_iptables(legacy.save(number, table, counters=True), family)
+            except XtablesError as error:
+                unknown.append(f"legacy rules cannot be read: {error}")
+    return tuple(rules), "; ".join(unknown)
 
 
 def _base_chains() -> list[BaseChain]:

@@ -1264,7 +1264,14 @@ def test_a_node_with_a_failing_backend_is_not_well(clinic: Clinic) -> None:
 def test_nat_that_takes_the_cluster_ip_and_counts_nothing_is_likely(clinic: Clinic) -> None:
     recovered(clinic)
     with clinic.rules("node", UNCOUNTED_NAT):
+        status = clinic.agent.wait(lambda status: status.foreign_nat, 5)
         code, found = clinic.doctor(NAME)
+    clinic.agent.wait(lambda status: not status.foreign_nat, 5)
+    time.sleep(1.5)  # `changes` is written once a second
+    rows = json.loads(clinic.agent.command("changes", NAME, "-o", "json").stdout)
+    words = {row["what"].partition(":")[0] for row in rows if "another program's NAT" in row["what"]}
+    assert {each.address for each in status.foreign_nat} == {ADDRESSES[NAME]}
+    assert words == {"came", "gone"}, rows
     bad = [each for each in found.findings if each.mark != "ok"]
     assert (code, found.cause, found.certain, len(bad)) == (1, "foreign-nat", False, 1), found
     assert "192.0.2.9" in found.verdict, found

@@ -19,7 +19,6 @@ from hybrid_proxy.controller.commands.doctor.facts import (
     Outcome,
     Place,
     PodLink,
-    Rule,
     ServiceFacts,
     Tried,
 )
@@ -32,6 +31,7 @@ from hybrid_proxy.controller.semantics.explain import Packet, Verdict
 from hybrid_proxy.controller.semantics.history import NOT_SERVED, ChangeRow
 from hybrid_proxy.controller.semantics.lacks import Lack, with_policy
 from hybrid_proxy.controller.serving.protocol import SourceStatus, TablePort
+from hybrid_proxy.dataplane.firewall_rules import Rule, Taken
 from hybrid_proxy.dataplane.reports import (
     BackendRow,
     Ejection,
@@ -442,7 +442,7 @@ NODES = [
     pytest.param({"other_proxies": ("kube-proxy left its rules",)}, "other-proxy", "problem", id="another proxy"),
     pytest.param({"forwarding": {4: True, 6: False}}, "forwarding-off", "problem", id="no forwarding of IPv6"),
     pytest.param({"closed": (rule("forward", "policy drop", 9),)}, "firewall", "warning", id="the policy of FORWARD drops"),
-    pytest.param({"taken": (("a/b", "10.96.0.9", Rule("ip x", "c", ("prerouting",), "dnat to 10.0.0.1", 9, away=True)),)}, "foreign-nat", "problem", id="NAT of another program"),
+    pytest.param({"taken": (Taken("a/b", "10.96.0.9", Rule("ip x", "c", ("prerouting",), "dnat to 10.0.0.1", 9, away=True)),)}, "foreign-nat", "problem", id="NAT of another program"),
     pytest.param({"conntrack": Fill(100, 100)}, "conntrack-full", "problem", id="conntrack is full"),
     pytest.param({"conntrack": Fill(95, 100)}, "conntrack-full", "problem", id="conntrack is nearly full"),
     pytest.param({"conntrack": Fill(5, 100), "lost": {"drop": (9, 2)}}, "conntrack-full", "warning", id="conntrack drops just now"),
@@ -468,7 +468,8 @@ NODES = [
 @pytest.mark.parametrize(("fields", "expected"), ONE_TROUBLE)
 def test_doctor_is_as_happy_as_the_status(fields: dict[str, object], expected: Judged) -> None:
     agent = agent_status(**fields)
-    node = msgspec.structs.replace(WELL, agent=agent, conntrack=agent.conntrack, programmed={"ebpf": 1})
+    seen = {"conntrack": agent.conntrack, "taken": tuple(agent.foreign_nat)}
+    node = msgspec.structs.replace(WELL, agent=agent, programmed={"ebpf": 1}, **seen)
     found = diagnose("node", list(node_findings(node)))
     assert judged(agent) is expected
     assert found.well is (expected in (Judged.OK, Judged.DRAINED)), found
@@ -508,7 +509,7 @@ def test_nat_without_a_counter_that_takes_what_fails_is_likely_once() -> None:
         msgspec.structs.replace(rule(hook, "ip daddr 10.96.0.1 tcp dport 80 dnat to 192.0.2.9"), away=True)
         for hook in ("prerouting", "output")
     ]
-    node = msgspec.structs.replace(WELL, taken=tuple(("shop/web", "10.96.0.1", each) for each in rules))
+    node = msgspec.structs.replace(WELL, taken=tuple(Taken("shop/web", "10.96.0.1", each) for each in rules))
     cause, certain, findings = service(
         facts(tried(A), tried(B), tried(VIP, "silent", "silent"), rules=tuple(rules)), node
     )
@@ -1079,7 +1080,7 @@ def test_a_policy_of_forward_that_took_packets_of_pods_is_a_problem(pod: Outcome
 
 def test_what_kube_proxy_left_is_called_so() -> None:
     left = Rule("ip nat", "KUBE-SVC-X", ("prerouting",), "ip daddr 10.96.0.9 dnat to 10.0.0.1", 9, away=True)
-    node = msgspec.structs.replace(WELL, taken=(("shop/web", "10.96.0.9", left),))
+    node = msgspec.structs.replace(WELL, taken=(Taken("shop/web", "10.96.0.9", left),))
     counted = {msgspec.structs.replace(left, packets=None): 3}
     for findings in (node_findings(node), service_findings(facts(*GOOD, counted=counted), node)):
         found = next(each for each in findings if each.cause == "foreign-nat")

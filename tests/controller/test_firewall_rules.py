@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from hybrid_proxy.controller.commands.doctor.facts import Rule
-from hybrid_proxy.controller.commands.doctor.rules import counted, of_iptables, of_nft, taken, takes
 from hybrid_proxy.dataplane.base_chains import BaseChain
+from hybrid_proxy.dataplane.firewall_rules import Rule, counted, of_iptables, of_nft, taken, takes
 from hybrid_proxy.dataplane.table import Protocol
 
 NFT = """
@@ -122,9 +121,9 @@ WEB = {(address, 80, Protocol.TCP): "shop/web:http" for address in ("10.96.0.9",
 def test_nat_that_names_the_address_of_a_service(text: str, addresses: set[str]) -> None:
     table = f"table inet x {{\n\tchain c {{\n\t\ttype nat hook output priority -100;\n\t\t{text}\n\t}}\n}}\n"
     base = BaseChain("inet x", "c", "nat", "output", rules=1, drops=False, packets=None)
-    found = list(taken(of_nft(table, [base]), WEB))
-    assert {address for _, address, _ in found} == addresses
-    assert {(name, rule.hooks) for name, _, rule in found} <= {("shop/web", ("output",))}
+    found = list(taken(of_nft(table, [base]), WEB.items()))
+    assert {each.address for each in found} == addresses
+    assert {(each.service, each.rule.hooks) for each in found} <= {("shop/web", ("output",))}
 
 
 def test_legacy_nat_that_names_the_address_of_a_service() -> None:
@@ -134,8 +133,9 @@ def test_legacy_nat_that_names_the_address_of_a_service() -> None:
 [6:20] -A PREROUTING -d 10.96.0.8/32 -p tcp -j REDIRECT --to-ports 81
 COMMIT
 """
-    ((name, address, rule),) = taken(of_iptables(text, "ip"), WEB)
-    assert (name, address, rule.packets, rule.table) == ("shop/web", "10.96.0.9", 5, "ip nat (legacy)")
+    (found,) = taken(of_iptables(text, "ip"), WEB.items())
+    assert (found.service, found.address, found.rule.packets) == ("shop/web", "10.96.0.9", 5)
+    assert found.rule.table == "ip nat (legacy)"
 
 
 PACKET = {"saddr": "10.0.0.9", "daddr": "10.0.0.1", "sport": "", "dport": "8080", "l4proto": "tcp"}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 from collections.abc import Iterator
@@ -32,6 +33,7 @@ from hybrid_proxy.controller.semantics.history import (
 )
 from hybrid_proxy.controller.serving.memory import changes_path, read_changes
 from hybrid_proxy.controller.serving.protocol import Gone
+from hybrid_proxy.dataplane.firewall_rules import Rule, Taken
 from hybrid_proxy.dataplane.reports import clock
 from hybrid_proxy.dataplane.shards import Shards
 from hybrid_proxy.dataplane.table import (
@@ -278,6 +280,21 @@ def test_addresses_that_went_and_came_are_told_each_and_the_log_has_a_line_for_m
     assert texts[4:] == [f"address 10.0.0.{number}/24 dev eth0 came" for number in range(1, 5)]
     assert [record.levelname for record in caplog.records] == ["WARNING", "INFO"]
     assert caplog.records[1].getMessage().endswith("; address 10.0.0.3/24 dev eth0 came and 1 more")
+
+
+def test_nat_of_others_comes_and_goes_and_what_it_counts_is_no_change(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    history, path = History(tmp_path / "admin.changes"), tmp_path / "admin.changes"
+    old, new = (Taken(NAME, "10.96.0.1", Rule("inet x", "c", (), f"dnat to {n}", 1, away=True)) for n in (1, 2))
+    counted = replace(old, rule=replace(old.rule, packets=9))
+    caplog.set_level(logging.INFO)
+    for now in (None, [old], [counted], [counted, new], [new]):
+        history.nat(now)
+    history.flush()
+    rows = read_changes(path)
+    assert [(row.service, row.text) for row in rows] == [(NAME, f"came: {new}"), (NAME, f"gone: {old}")]
+    assert [record.levelname for record in caplog.records] == ["WARNING", "INFO"]
 
 
 def test_a_default_route_is_lost_until_there_is_one_again(tmp_path: Path) -> None:

@@ -25,6 +25,7 @@ from hybrid_proxy.controller.serving.protocol import (
     NoAgentStatus,
     SourceStatus,
 )
+from hybrid_proxy.dataplane.firewall_rules import Rule, Taken
 from hybrid_proxy.dataplane.reports import (
     EbpfStatus,
     Ejection,
@@ -188,6 +189,22 @@ def test_flows_that_were_not_counted_yet_are_not_none() -> None:
     assert "its flows are not counted yet (`status` has them in two seconds)" in shown
 
 
+def nat(packets: int | None) -> Taken:
+    """A rule of somebody that takes a ClusterIP."""
+    text = "ip daddr 10.96.0.9 tcp dport 80 dnat to 192.0.2.9:80"
+    return Taken("a/b", "10.96.0.9", Rule("inet x", "c", ("prerouting",), text, packets, away=True))
+
+
+def test_nat_of_another_program_is_told_with_its_rule_and_with_what_to_do_where_it_counted() -> None:
+    there = "`ip daddr 10.96.0.9 tcp dport 80 dnat to 192.0.2.9:80` in chain c of table inet x"
+    said = f"another program's NAT sends packets to 10.96.0.9 (a/b) elsewhere: {there}"
+    first, what, todo, *_ = lines(agent_status(foreign_nat=[nat(packets=3)]), Screen(), NOW)
+    assert first == "DEGRADED: NAT takes 10.96.0.9 (a/b)"
+    assert (what, todo[:12]) == (f"  NAT: {said}; 3 packets so far", "    → delete")
+    first, what, *_ = lines(agent_status(foreign_nat=[nat(packets=None)]), Screen(), NOW)
+    assert (first, what) == ("OK", f"  warning: {said}; how often is not counted")
+
+
 # fmt: off
 ONE_TROUBLE = (
     pytest.param({"error": "boom"},                                      Verdict.NOT_IN_SYNC, id="a-failed-sync"),
@@ -201,6 +218,9 @@ ONE_TROUBLE = (
     pytest.param({"configuration": ConfigurationStatus("f", ["w"], ["x"], "")}, Verdict.OK,   id="a-warning"),
     pytest.param({"node_faults": ["there is no Node"]},                  Verdict.DEGRADED,    id="no-node"),
     pytest.param({"lost_routes": ["ip route add ::/0 via fe80::1 dev a"]}, Verdict.DEGRADED,  id="no-default-route"),
+    pytest.param({"foreign_nat": [nat(packets=None)]},                   Verdict.OK,          id="uncounted-nat"),
+    pytest.param({"foreign_nat": [nat(packets=0)]},                      Verdict.OK,          id="nat-that-met-none"),
+    pytest.param({"foreign_nat": [nat(packets=3)]},                      Verdict.DEGRADED,    id="nat-that-counted"),
     pytest.param({"cut": ["eth0"]},                                      Verdict.DEGRADED,    id="an-uplink-is-down"),
     pytest.param({"left_to_node": {"10.96.0.10": "a/b"}},                Verdict.OK,          id="own-cluster-ip"),
     pytest.param({"conntrack": Fill(100, 100)},                          Verdict.DEGRADED,    id="conntrack-is-full"),

@@ -23,6 +23,7 @@ from hybrid_proxy.dataplane.kernel import ipvs
 from hybrid_proxy.dataplane.kernel.ipset import Ipsets
 from hybrid_proxy.dataplane.kernel.other_proxies import find_other_proxies
 from hybrid_proxy.dataplane.other_proxies import HEALTH_PORT, OtherProxies, Process, warnings
+from hybrid_proxy.dataplane.table import Entry, Frontend, Kind, Protocol, ServiceTable
 from hybrid_proxy.dataplane.virtual_servers import Change, Config, Server, Verb
 from hybrid_proxy.workshop.lab.kube_proxy_rules import Row, Rows, put, virtual_servers
 from tests import namespaces
@@ -357,6 +358,24 @@ class TestWatching:
             until(lambda: watcher.warnings, "kube-proxy's table is noticed", 3)
             nft("delete table ip kube-proxy")
             until(lambda: not watcher.warnings, "it is gone", 3)
+        finally:
+            watcher.stop()
+
+    def test_nat_for_an_address_of_a_service_is_noticed_in_seconds(self):
+        frontend = Frontend(Kind.CLUSTER_IP, "10.96.0.9", 80, 0, 0)
+        table = ServiceTable({"a/b": (Entry(name="a/b:c", family=4, protocol=Protocol.TCP, frontends=(frontend,)),)})
+        watcher = OtherProxiesWatcher("ebpf", lambda _: None, table=lambda: table)
+        watcher.start()
+        try:
+            until(lambda: watcher.nat == (), "the first search", 3)
+            rules = "ip daddr {} tcp dport 80 counter dnat to 192.0.2.9"
+            chain = f"type nat hook prerouting priority -110; {rules.format('10.96.0.8')}; {rules.format('10.96.0.9')};"
+            nft(f"table ip others {{ chain c {{ {chain} }} ; }}")
+            until(lambda: watcher.nat, "the rule is noticed", 3)
+            (found,) = watcher.nat or ()
+            assert (found.service, found.address, found.rule.packets) == ("a/b", "10.96.0.9", 0)
+            nft("delete table ip others")
+            until(lambda: watcher.nat == (), "it is gone", 3)
         finally:
             watcher.stop()
 

@@ -24,11 +24,9 @@ from hybrid_proxy.controller.commands.doctor.facts import (
     NodeFacts,
     Place,
     PodLink,
-    Rule,
     ServiceFacts,
     Tried,
 )
-from hybrid_proxy.controller.commands.doctor.rules import FIELDS, takes
 from hybrid_proxy.controller.commands.names import Asked, NotServed, UnknownName, checked, no_port
 from hybrid_proxy.controller.commands.troubles import (
     EMPTY,
@@ -38,7 +36,10 @@ from hybrid_proxy.controller.commands.troubles import (
     fill_trouble,
     forwarding_off,
     forwarding_trouble,
+    nat_trouble,
+    no_nat,
     raise_it,
+    so_far,
     take_off,
     troubles,
     unprogrammed,
@@ -47,12 +48,13 @@ from hybrid_proxy.controller.commands.troubles import (
 from hybrid_proxy.controller.semantics.explain import left_text
 from hybrid_proxy.controller.semantics.history import FOLD_SECONDS, ChangeRow, last_known
 from hybrid_proxy.controller.serving.protocol import AgentStatus, TablePort
+from hybrid_proxy.dataplane.firewall_rules import FIELDS, Rule, takes
 from hybrid_proxy.dataplane.mode import belongs
 from hybrid_proxy.dataplane.reports import FORWARDING, Fill, PacketEvent, age, ago, several, shortened, some
 from hybrid_proxy.dataplane.table import Backend, Kind, WhenEmpty, family_of, socket_text
 
 # The node's own facts say this, too, and more recently than the agent.
-LOOKED_AT: Final = frozenset({"other-proxy", "conntrack-full", "empty-services", "forwarding-off"})
+LOOKED_AT: Final = frozenset({"other-proxy", "conntrack-full", "empty-services", "forwarding-off", "foreign-nat"})
 WITHOUT_FORWARD: Final = frozenset({"userspace", "ipvs"})  # modes whose packets do not pass FORWARD
 # What hits some Services or pods: of the node it comes last.
 OF_SOME: Final = frozenset(
@@ -80,8 +82,6 @@ FLAPPING_SECONDS: Final = 600.0  # after which the end of it is believed
 AT_ONCE: Final = ("backend-closes", "backend-unreachable")  # one attempt shows it for sure
 LOOK_INSIDE: Final = "look at the pod's log; a proxy in the pod may have no server behind it"
 SLOW_SECONDS, SLOW_TIMES = 0.5, 10.0  # of an answer: at least, and as often as the others
-KUBE_NAT: Final = "stop kube-proxy if it runs, then `hybrid-proxy takeover` removes its rules"
-NO_NAT: Final = "delete this rule, or take the address out of it; its table and its comment tell whose it is"
 AGAIN: Final = f"ask again in a second, then {READ_LOG}"
 AS_ROOT: Final = "run as root, on the node itself"
 
@@ -259,28 +259,26 @@ def _closed(facts: NodeFacts) -> Iterator[Finding]:
     for rule in facts.closed:
         todo = _count_it(rule) if rule.packets is None else f"if these are pods', {_accept(rule)}"
         bad: Mark = "problem" if lost_on_the_way(facts.tried) else "warning"
-        yield _counted("firewall", "FORWARD drops what no rule of it accepts", rule, rule.packets, todo, bad)
+        mark: Mark = "unknown" if rule.packets is None else bad if rule.packets else "ok"
+        text = f"FORWARD drops what no rule of it accepts: {rule}; {so_far(rule)}"
+        yield Finding(mark, "firewall", text, todo, "firewall" if mark == bad else "")
 
 
 def _away(node: NodeFacts, facts: ServiceFacts | None = None) -> Iterator[Finding]:
     """NAT of other programs for addresses of Services, or of this one: its counter tells whether it was before ours."""
-    for service, address, rule in node.taken:
-        whose = "kube-proxy" if rule.chain.startswith("KUBE-") else "another program"
-        text = f"{whose}'s NAT sends packets to {address} ({service}) elsewhere"
-        if facts is None:
-            yield _counted("NAT", text, rule, rule.packets, _accept(rule), "problem")
-        elif rule.packets is None and any(_is_about(rule, each, facts) for each in _failing(facts.tried)):
-            continue  # the finding about what fails names it
-        elif belongs(facts.name, service):
-            own = msgspec.structs.replace(rule, packets=None)
-            yield _counted("NAT", text, rule, facts.counted.get(own, rule.packets and 0), _accept(rule), "problem")
-
-
-def _counted(subject: str, text: str, rule: Rule, packets: int | None, todo: str, bad: Mark) -> Finding:
-    count = "how often is not counted" if packets is None else f"{several(packets, 'packet')} so far"
-    mark: Mark = ("warning" if rule.away else "unknown") if packets is None else bad if packets else "ok"
-    cause: Cause = "" if mark in ("unknown", "ok") else "foreign-nat" if rule.away else "firewall"
-    return Finding(mark, subject, f"{text}: {_rule(rule)}; {count}", todo, cause)
+    for one in node.taken:
+        if facts is not None:
+            if one.rule.packets is None and any(_is_about(one.rule, each, facts) for each in _failing(facts.tried)):
+                continue  # the finding about what fails names it
+            if not belongs(facts.name, one.service):
+                continue
+            own = msgspec.structs.replace(one.rule, packets=None)
+            packets = facts.counted.get(own, one.rule.packets and 0)
+            one = msgspec.structs.replace(one, rule=msgspec.structs.replace(own, packets=packets))  # noqa: PLW2901
+        found = nat_trouble(one)
+        yield Finding(
+            found.mark, found.subject, found.details[0], found.todo, "" if found.mark == "ok" else found.cause
+        )
 
 
 def _reverse_path(facts: NodeFacts) -> Finding:
@@ -776,7 +774,7 @@ def _connections(facts: ServiceFacts, node: NodeFacts) -> Iterator[Finding]:
             yield _blamed(facts, explaining, mine, text)
         else:
             may = _without_counter(facts, node, mine)[:1]
-            text += "".join(f"; {_firewall(rule)} has {_rule(rule)}, which may drop them" for rule in may)
+            text += "".join(f"; {_firewall(rule)} has {rule}, which may drop them" for rule in may)
             todo = "; else ".join([*map(_accept, may), todo])
             yield Finding("problem", "client", text, todo, "client-pod", not may, 1)
         by_others = ([each for each in rows if each.source != sick[0].source] for rows in (lost, direct, through))
@@ -848,7 +846,7 @@ def _of_losses(facts: ServiceFacts, node: NodeFacts, syns: Sequence[Tried]) -> F
     seen += f"{_verb(range(answered), 'was', 'were')} answered"
     if rule and rule.away:  # conntrack may know the client's port from before: NAT is asked for new connections alone
         return _blamed(facts, [rule], syns, seen)
-    where = f"; {_rule(rule)} counted {several(facts.counted[rule], 'packet')}" if rule else ""
+    where = f"; {rule} counted {several(facts.counted[rule], 'packet')}" if rule else ""
     text = f"packets are lost: {seen}{where}"
     link = next((each for each in facts.links if _host(syns[0]) in each.addresses), None)
     of, enter = (f" show dev {link.interface}", f"nsenter --net={link.path} ") if link else ("", "")
@@ -923,9 +921,9 @@ def _blamed(
     rule, sure = rules[0], rules[0] in facts.counted
     text = f"{_firewall(rule)} {'probably ' * (not sure)}{_does(rule)} packets in {_hook(rule)}: "
     if sure:
-        text, todo = f"{text}{_rule(rule)} counted {several(facts.counted[rule], 'packet')} while {seen}", _accept(rule)
+        text, todo = f"{text}{rule} counted {several(facts.counted[rule], 'packet')} while {seen}", _accept(rule)
     else:
-        text += f"{seen}; on their way {_verb(rules, 'is', 'are')} {some(list(map(_rule, rules)), '; ')}"
+        text += f"{seen}; on their way {_verb(rules, 'is', 'are')} {some(list(map(str, rules)), '; ')}"
         todo = f"it has no counter: {_count_it(rule)}, then ask doctor again, which names the rule that counts"
         todo = _accept(rule) if rule.away else todo
     own = rule.pod and {each.source for each in failed} <= {*rule.pod}
@@ -1055,7 +1053,7 @@ def _of_backends(direct: Sequence[Tried], facts: ServiceFacts, node: NodeFacts) 
                 text += f": {each.detail}" if each.detail else ""
                 suspects = [rule for rule in _without_counter(facts, node, failing) if rule.pod or outcome == "silent"]
                 if suspects and outcome in ("silent", *UNANSWERED):
-                    text += f"; or {_firewall(suspects[0])} {_does(suspects[0])} it: {_rule(suspects[0])}"
+                    text += f"; or {_firewall(suspects[0])} {_does(suspects[0])} it: {suspects[0]}"
                     todo, sure = f"{_accept(suspects[0])}; else {todo}", False
                 mark: Mark = "warning" if cause == "backend-closes" else "problem"
                 sure = sure or cause in AT_ONCE
@@ -1136,13 +1134,9 @@ def _does(rule: Rule) -> str:
     return "redirects" if rule.away else "rejects" if "reject" in rule.text.lower() else "drops"
 
 
-def _rule(rule: Rule) -> str:
-    return f"`{rule.text}` in chain {rule.chain} of table {rule.table}"
-
-
 def _accept(rule: Rule) -> str:
     if rule.away:
-        return KUBE_NAT if rule.chain.startswith("KUBE-") else NO_NAT
+        return no_nat(rule)
     own = {"input", "output"}.issuperset(rule.hooks)  # packets of pods do not pass there
     whose = (
         "this pod's connections" if rule.pod else "this node's own connections to pods" if own else "the pods' traffic"

@@ -9,6 +9,7 @@ import msgspec
 from hybrid_proxy.controller.semantics.explain import Packet, Verdict
 from hybrid_proxy.controller.semantics.history import ChangeRow
 from hybrid_proxy.controller.serving.protocol import AgentStatus, TablePort
+from hybrid_proxy.dataplane.firewall_rules import Rule, Taken
 from hybrid_proxy.dataplane.reports import BackendRow, Ejection, ExplainAnswer, Fill, PacketEvent, ServiceRow
 
 Mark = Literal["ok", "warning", "problem", "unknown"]
@@ -22,22 +23,6 @@ ANSWERED: tuple[Outcome, ...] = ("answered", "accepted")
 REACHED: tuple[Outcome, ...] = ("answered", "accepted", "mute", "stalled", "closed", "reset")
 UNANSWERED: tuple[Outcome, ...] = ("mute", "stalled")  # what was lost came after the handshake
 LOST: tuple[Outcome, ...] = ("silent", "unreachable", "failed")
-
-
-class Rule(msgspec.Struct, frozen=True):
-    """A rule of a foreign firewall that drops, rejects or redirects packets, or the policy of a base chain that drops.
-
-    `hooks` are those of the kernel's that lead to it. `packets` is what its counter says; null: it has none. It sends
-    packets `away`, or drops them. `pod` has the addresses of the pod whose rule it is; none: it is the node's.
-    """
-
-    table: str
-    chain: str
-    hooks: tuple[str, ...]
-    text: str
-    packets: int | None = None
-    away: bool = False
-    pod: tuple[str, ...] = ()
 
 
 class Tried(msgspec.Struct, frozen=True):
@@ -104,7 +89,7 @@ class NodeFacts(msgspec.Struct, kw_only=True, frozen=True):
     forwarding: dict[int, bool] = {}  # family -> whether the kernel forwards
     stopped: tuple[str, ...] = ()  # interfaces of pods, and those of default routes, from which it forwards nothing
     closed: tuple[Rule, ...] = ()  # policies of FORWARD that drop
-    taken: tuple[tuple[str, str, Rule], ...] = ()  # service, its address, and what redirects packets to that
+    taken: tuple[Taken, ...] = ()  # by NAT of other programs
     reverse_path: dict[str, int] = {}  # interface -> rp_filter
     lost: dict[str, tuple[int, int]] = {}  # counter of the kernel -> since the boot, and while doctor looked
     conntrack: Fill | None = None

@@ -12,8 +12,7 @@ from typing import Final, NamedTuple, TypeVar
 import msgspec
 
 from hybrid_proxy.controller.commands.doctor.facts import NodeFacts
-from hybrid_proxy.controller.commands.doctor.rules import taken
-from hybrid_proxy.controller.commands.doctor.way import link_of, read_rules
+from hybrid_proxy.controller.commands.doctor.way import link_of
 from hybrid_proxy.controller.commands.troubles import NEARLY_FULL
 from hybrid_proxy.controller.commands.views import Agent, Programmed, frontends, last_changes
 from hybrid_proxy.controller.errors import ControllerError
@@ -21,7 +20,9 @@ from hybrid_proxy.controller.semantics.history import CUT, GONE
 from hybrid_proxy.controller.serving.admin import BusyError, NoAgentError, StartingError
 from hybrid_proxy.controller.serving.protocol import AgentStatus
 from hybrid_proxy.dataplane.errors import DataplaneError
+from hybrid_proxy.dataplane.firewall_rules import taken
 from hybrid_proxy.dataplane.kernel import conntrack, links, namespaces, sysctl
+from hybrid_proxy.dataplane.kernel.foreign_rules import read_rules
 from hybrid_proxy.dataplane.kernel.other_proxies import find_other_proxies
 from hybrid_proxy.dataplane.other_proxies import warnings
 from hybrid_proxy.dataplane.reports import PacketEvent, ServiceRow
@@ -73,7 +74,7 @@ def at_node(asked: Agent, cgroup: str | None) -> Node:
         forwarding={each: sysctl.read(sysctl.FORWARDING[each]) != "0" for each in sorted(families)},
         stopped=tuple(name for name in ways if sysctl.read(f"net/ipv4/conf/{name}/forwarding") == "0"),
         closed=tuple(rule for rule in rules if rule.hooks == ("forward",) and rule.text.lower() == "policy drop"),
-        taken=tuple(dict.fromkeys(taken(rules, frontends(rows)))),
+        taken=tuple(dict.fromkeys(taken(rules, frontends(rows).items()))),
         reverse_path=_read(_reverse_path)[0] or {},
         conntrack=table,
         conntrack_user=(

@@ -15,8 +15,7 @@ from hybrid_proxy.controller.commands.doctor.checks import lost_on_the_way
 from hybrid_proxy.controller.commands.doctor.connect import REPEAT_SECONDS, Attempt, Origin, repeats, speech_of, try_all
 from hybrid_proxy.controller.commands.doctor.facts import ServiceFacts, Tried
 from hybrid_proxy.controller.commands.doctor.node import Node, recent
-from hybrid_proxy.controller.commands.doctor.rules import counted
-from hybrid_proxy.controller.commands.doctor.way import astray, link_of, listening, read_rules
+from hybrid_proxy.controller.commands.doctor.way import astray, link_of, listening, rules_here
 from hybrid_proxy.controller.commands.names import Asked, checked
 from hybrid_proxy.controller.errors import ControllerError
 from hybrid_proxy.controller.semantics.explain import Packet, Verdict
@@ -34,6 +33,7 @@ from hybrid_proxy.controller.serving.protocol import (
     TablePort,
 )
 from hybrid_proxy.dataplane.errors import DataplaneError
+from hybrid_proxy.dataplane.firewall_rules import counted
 from hybrid_proxy.dataplane.kernel import links, namespaces
 from hybrid_proxy.dataplane.kernel.roles import Roles
 from hybrid_proxy.dataplane.mode import ProbePacket, belongs
@@ -106,7 +106,7 @@ def _with_connections(args: argparse.Namespace, services: Sequence[ServiceFacts]
     before = {pod: link_of(pod, own) for pod in taking_part if attempts}
     before_all = _events(args.admin_socket, NO_EVENT) if node.facts.agent and attempts else None
     guarded = list(dict.fromkeys((*clients.values(), *taking_part)))[:MOST_BACKENDS]
-    rules, rules_unknown = read_rules(guarded) if attempts else ((), "")
+    rules, rules_unknown = rules_here(guarded) if attempts else ((), "")
     tried = try_all(list(attempts), args.timeout) if attempts else {}
     ways = []  # read before more is tried: the kernel forgets a neighbour entry that failed within seconds
     for ours, mine in zip(backends, plans, strict=True):
@@ -117,7 +117,7 @@ def _with_connections(args: argparse.Namespace, services: Sequence[ServiceFacts]
     second = _by_another_pod(tried.values(), attempts, others)
     again = try_all(second, args.timeout) if second else {}
     after = {pod: link_of(pod, own) for pod in before}
-    counters = counted(rules, read_rules(guarded)[0]) if any(rule.packets is not None for rule in rules) else {}
+    counters = counted(rules, rules_here(guarded)[0]) if any(rule.packets is not None for rule in rules) else {}
     made = (*tried.values(), *syns.values(), *again.values())
     own_ends = frozenset(socket_text(each.source, each.client_port) for each in made)
     since = _events(args.admin_socket, before_all.last, own_ends) if before_all else None

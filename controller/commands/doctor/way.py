@@ -10,23 +10,18 @@ from typing import Final
 
 import msgspec
 
-from hybrid_proxy.controller.commands.doctor.facts import PodLink, Rule, Tried
-from hybrid_proxy.controller.commands.doctor.rules import of_iptables, of_nft
+from hybrid_proxy.controller.commands.doctor.facts import PodLink, Tried
 from hybrid_proxy.controller.commands.troubles import forwarding_off, take_off
 from hybrid_proxy.dataplane.errors import DataplaneError
+from hybrid_proxy.dataplane.firewall_rules import Rule
 from hybrid_proxy.dataplane.kernel import links, namespaces, roles, sysctl
 from hybrid_proxy.dataplane.kernel.diag import full_queues
-from hybrid_proxy.dataplane.kernel.foreign_rules import foreign_chains
+from hybrid_proxy.dataplane.kernel.foreign_rules import read_rules
 from hybrid_proxy.dataplane.kernel.namespaces import Pod
 from hybrid_proxy.dataplane.kernel.roles import NUD_FAILED, NUD_PERMANENT, UNANSWERED
-from hybrid_proxy.dataplane.kernel.tools import output
-from hybrid_proxy.dataplane.kernel.xtables import Xtables, XtablesError
 from hybrid_proxy.dataplane.reports import some
 from hybrid_proxy.dataplane.table import Protocol, family_of, socket_text
 
-MOST_TABLES: Final = 32
-TABLES: Final = ("filter", "mangle", "raw", "security", "nat")  # iptables' own
-TOOL_SECONDS: Final = 3.0
 PEERS: Final = 3  # to which a packet of an endpoint shall be forwarded
 VIRTUAL: Final = frozenset({"vxlan", "geneve"})  # whose neighbours the CNI plugin writes itself, for good
 
@@ -191,27 +186,13 @@ def _way_back(
     return None
 
 
-def read_rules(pods: Iterable[Pod] = ()) -> tuple[tuple[Rule, ...], str]:
-    """Rules of other programs that drop or redirect, here and in these pods, and why some of here could not be read."""
-    rules: list[Rule] = []
-    unknown = []
-    filters = [chain for chain in foreign_chains() if chain.type != "route"]
-    for table in list(dict.fromkeys(chain.table for chain in filters))[:MOST_TABLES]:
-        try:  # one call for several tables fails where iptables-nft has made one of them (nft 1.0.6)
-            rules += of_nft(output("nft", "-t", "list", "table", *table.split(" ", 1), seconds=TOOL_SECONDS), filters)
-        except OSError as error:
-            unknown.append(f"table {table} cannot be read: {error}")
-    legacy = Xtables("legacy")
-    for family, number in (("ip", 4), ("ip6", 6)):
-        for table in TABLES:
-            try:
-                rules += of_iptables(legacy.save(number, table, counters=True), family)
-            except XtablesError as error:
-                unknown.append(f"legacy rules cannot be read: {error}")
+def rules_here(pods: Iterable[Pod] = ()) -> tuple[tuple[Rule, ...], str]:
+    """Rules of other programs, on this node and in these pods, and why some of the node's could not be read."""
+    rules, unknown = read_rules()
     for pod in pods:
         with contextlib.suppress(OSError), namespaces.inside(pod.path):
-            rules += (msgspec.structs.replace(rule, pod=pod.addresses) for rule in read_rules()[0])
-    return tuple(rules), "; ".join(unknown)
+            rules += tuple(msgspec.structs.replace(rule, pod=pod.addresses) for rule in read_rules()[0])
+    return rules, unknown
 
 
 def listening(tried: Iterable[Tried], pods: Sequence[Pod]) -> dict[tuple[str, str], tuple[str, ...]]:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from ipaddress import ip_address, ip_network
 from typing import Any, Final
 
 import msgspec
 
-from hybrid_proxy.controller.commands.doctor.facts import Rule
 from hybrid_proxy.dataplane.base_chains import BaseChain, is_foreign
 from hybrid_proxy.dataplane.saved_rules import target
 
@@ -29,6 +28,37 @@ _POLICY: Final = re.compile(r":(\S+) (\w+)(?: \[(\d+):\d+\])?")
 _SET: Final = re.compile(r"\{ (.*?) \}")
 FIELDS: Final = ("saddr", "sport", "daddr", "dport", "l4proto")  # of packets, as rules name them
 _IDLE: Final = frozenset({"ip", "ip6", "th", "meta"})
+
+
+class Rule(msgspec.Struct, frozen=True):
+    """A rule of another program that drops, rejects or redirects packets, or the policy of a base chain that drops.
+
+    `hooks` lead to it; `packets` were counted, where it counts; it sends packets `away`, or drops them. `pod` has the
+    addresses of the pod whose rule it is, if it is not the node's.
+    """
+
+    table: str
+    chain: str
+    hooks: tuple[str, ...]
+    text: str
+    packets: int | None = None
+    away: bool = False
+    pod: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        return f"`{self.text}` in chain {self.chain} of table {self.table}"
+
+
+class Taken(msgspec.Struct, frozen=True):
+    """An address of a Service, and the rule of another program that sends packets to it elsewhere."""
+
+    service: str
+    address: str
+    rule: Rule
+
+    def __str__(self) -> str:
+        whose = "kube-proxy" if self.rule.chain.startswith("KUBE-") else "another program"
+        return f"{whose}'s NAT sends packets to {self.address} ({self.service}) elsewhere: {self.rule}"
 
 
 class _Chain(msgspec.Struct):
@@ -156,13 +186,12 @@ def counted(before: Iterable[Rule], after: Iterable[Rule]) -> Mapping[Rule, int]
     return +found  # what is above 0
 
 
-def taken(rules: Iterable[Rule], at: Mapping[tuple[Any, int, int], str | None]) -> Iterator[tuple[str, str, Rule]]:
-    """Find the rules that redirect packets to some of these addresses, which they name: service, address and rule."""
-    served = defaultdict[Any, list[tuple[int, str]]](list)  # a node may have 100,000 frontends
-    for (address, port, _), name in at.items():
-        served[address].append((port, (name or "-").partition(":")[0]))
-    for rule in rules:
-        for address in served.keys() & _WORD.findall(_ENDS.split(rule.text)[0]) if rule.away else ():
-            for port, name in served[address]:
-                if takes(rule.text, {"daddr": address, "dport": str(port)}, surely=False):
-                    yield name, address, rule
+def taken(rules: Iterable[Rule], at: Iterable[tuple[tuple[Any, int, int], str | None]]) -> Iterator[Taken]:
+    """Find the rules that redirect packets to some of these frontends, whose addresses they name."""
+    away = [(rule, {*_WORD.findall(_ENDS.split(rule.text)[0])}) for rule in rules if rule.away]
+    named = set[Any]().union(*(words for _, words in away))  # few; a node may have 100,000 frontends
+    served = [(address, port, name or "-") for (address, port, _), name in at if address in named] if named else []
+    for rule, words in away:
+        for address, port, name in served:
+            if address in words and takes(rule.text, {"daddr": address, "dport": str(port)}, surely=False):
+                yield Taken(name.partition(":")[0], address, rule)
