@@ -39,6 +39,19 @@ class Delta(NamedTuple):
         return bool(self.written or self.gone)
 
 
+def by_service(damage: Iterable[str], entries: Iterable[Entry], nodes: Mapping[int, Node]) -> list[str]:
+    """Say whose chains these damages are about, and how many; names of chains tell people nothing."""
+    known = (entry for entry in entries if entry.family in nodes)
+    owners = {name: entry.name for entry in known for name in lower(entry, nodes[entry.family]).chains}
+    found: dict[str, list[str]] = {}
+    for what in damage:
+        found.setdefault(next((f"{owners[word]}: " for word in what.split() if word in owners), what), []).append(what)
+    return [
+        what if owner == what else f"{owner}{f'{1 + len(more)} chains, the first: ' * bool(more)}{what}"
+        for owner, (what, *more) in found.items()
+    ]
+
+
 class Plan:
     """The trees of one family and the chains made of them last."""
 

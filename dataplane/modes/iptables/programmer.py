@@ -22,7 +22,7 @@ from hybrid_proxy.dataplane.modes.iptables import affinity, listing
 from hybrid_proxy.dataplane.modes.iptables.installed import TABLES, Installed, Ruleset, remove
 from hybrid_proxy.dataplane.modes.iptables.lower import Node, node_of, usual_masquerade
 from hybrid_proxy.dataplane.modes.iptables.names import MINE
-from hybrid_proxy.dataplane.modes.iptables.plan import Plan
+from hybrid_proxy.dataplane.modes.iptables.plan import Plan, by_service
 from hybrid_proxy.dataplane.netfilter import TranslatingMode
 from hybrid_proxy.dataplane.reports import IptablesStatus, Status
 from hybrid_proxy.dataplane.table import Entry, Protocol, ServiceTable
@@ -187,7 +187,8 @@ class Iptables(TranslatingMode):
         self._audit_at = max(self._audit_at, self._clock()) + AUDIT_SHARE * took
 
     def _repair(self, damage: list[str]) -> None:
-        self.repaired.add(damage)
+        nodes = {family: plan.node for family, plan in self._plans.items()}
+        self.repaired.add(by_service(damage, self.table.entries(), nodes))
         self._full, self._damage = True, damage
         former, self._audit_at = self._audit_at, self._clock() + AUDIT_CREDIT + REPAIR_PAUSE
         self._touched.set()  # compare again soon: the repair may fail, or be undone meanwhile

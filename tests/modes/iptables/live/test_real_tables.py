@@ -173,6 +173,20 @@ def test_what_others_remove_from_legacy_tables_is_seen_at_a_glance() -> None:
             programmer.maintain()  # a repair is followed by another comparison
 
 
+def test_a_repair_is_told_by_the_services_whose_chains_were_changed(variant: str) -> None:
+    with opened(variant, sync_seconds=0.0) as mode:
+        mode.sync(table(1, 2))
+        mode.maintain()
+        chains = [line.split()[0][1:] for line in Xtables(variant).save(4, "nat").splitlines() if line[:7] == ":HP-SVC"]
+        flushed = "".join(f"-F {chain}\n" for chain in chains)
+        Xtables(variant).restore(4, f"*nat\n{flushed}-D PREROUTING 1\nCOMMIT\n")
+        mode.maintain()
+        count, last = mode.repaired.take()
+    assert count == len(chains) + 1
+    names = {entry.name for entry in table(1, 2).entries()}
+    assert {text.partition(": ")[0] for text in last} == {*names, "ip nat"}, last
+
+
 def test_what_another_process_tries_out_is_no_damage(variant: str) -> None:
     with opened(variant, sync_seconds=0.0) as mode:
         mode.sync(table(1))
