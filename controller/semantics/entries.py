@@ -97,11 +97,6 @@ def networks_of(wanted: Iterable[str]) -> list[IPv4Network | IPv6Network]:
     return [ip_network(cidr, strict=False) for cidr in wanted if cidr not in NODE_PORT_KEYWORDS]
 
 
-def primary_of(network: NodeNetwork, family: int) -> str | None:
-    """Returns the node's primary address of a family, None when it has none."""
-    return next((a for a in network.primary if family_of(a) == family), None)
-
-
 # Health-check node ports
 
 
@@ -347,12 +342,10 @@ def _source_ranges(service: Service, family: int, network: NodeNetwork) -> tuple
     ranges = [r for r in service.source_ranges if family_of(r) == family]
     if not ranges or any(r.endswith("/0") for r in ranges):
         return None
-    node_ip = primary_of(network, family)
-    if node_ip is not None:
-        parsed = ip_address(node_ip)
-        if any(parsed in ip_network(r, strict=False) for r in ranges):
-            bits = 32 if family == 4 else 128
-            ranges += [f"{ip}/{bits}" for ip in service.load_balancer_ips if family_of(ip) == family]
+    primary = [ip_address(address) for address in network.primary if family_of(address) == family][:1]
+    if any(address in ip_network(r, strict=False) for address in primary for r in ranges):
+        bits = 32 if family == 4 else 128
+        ranges += [f"{ip}/{bits}" for ip in service.load_balancer_ips if family_of(ip) == family]
     return tuple(dict.fromkeys(ranges))
 
 
@@ -516,18 +509,15 @@ def _weighted(
     return cluster, local, weigh(serving)
 
 
-def _worth(endpoint: Endpoint, me: str) -> tuple[bool, bool, bool, bool, tuple[str, ...], tuple[str, ...], str]:
+def _rank(endpoint: Endpoint, weight: int | None, me: str) -> tuple[Any, ...]:
     """Orders copies of one address and port, the best first, so that the order of slices does not matter.
 
-    An address that a new pod took over from a terminating one counts as the new pod's.
+    An address that a new pod took over from a terminating one counts as the new pod's. Of two copies that are worth the
+    same, the lower weight is preferred: maintenance takes effect at once.
     """
     e = endpoint
-    return e.terminating, not e.ready, not e.serving, e.node != me, e.node_hints, e.zone_hints, e.node or ""
-
-
-def _rank(endpoint: Endpoint, weight: int | None, me: str) -> tuple[Any, ...]:
-    """Of two copies that are worth the same, prefers the lower weight: maintenance takes effect at once."""
-    return *_worth(endpoint, me), _weight(None, weight)
+    worth = e.terminating, not e.ready, not e.serving, e.node != me, e.node_hints, e.zone_hints, e.node or ""
+    return *worth, _weight(None, weight)
 
 
 def _by_hints(ready: list[tuple[Endpoint, Backend]], me: str, zone: str) -> tuple[list[tuple[Endpoint, Backend]], str]:

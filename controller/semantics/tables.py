@@ -104,7 +104,9 @@ class Builder:
         """
         dirty = cluster.take_dirty()
         network = self._network(cluster, interface_addresses, routes)
-        basis = _basis_of(network, cluster.node)
+        # The inputs of entries apart from their own service: when they differ, all are redone.
+        zone, pods = cluster.node.zone if cluster.node else "", network.pods
+        basis = zone, network.primary, pods.recognizes(4), pods.recognizes(6)
         names: Collection[str]
         if dirty.services is None or basis != self._basis:
             # In one order, so that two agents with one cluster make one table.
@@ -159,7 +161,10 @@ class Builder:
         found = entries(
             service, cluster.slices_of(name), self._settings, cluster.node, network, self._claims.wanted.get(name, ())
         )
-        return _for_old_flows(found) if cluster.is_ceded(name) else found
+        if not cluster.is_ceded(name):
+            return found
+        # Without frontends no client finds them, and their backends still serve open flows.
+        return tuple([_with_frontends(entry, []) for entry in found if entry.serving])
 
     def _next(self, wanted: Mapping[str, Entries], network: NodeNetwork) -> ServiceTable:
         last = self._table
@@ -178,11 +183,6 @@ class Builder:
             left_to_node=self._left,
         )
         return self._table
-
-
-def _basis_of(network: NodeNetwork, node: Node | None) -> object:
-    """Returns the inputs of entries apart from their own service: when they differ, all are redone."""
-    return node.zone if node else "", network.primary, network.pods.recognizes(4), network.pods.recognizes(6)
 
 
 def _updated(known: Mapping[str, _T], names: Iterable[str], decide: Callable[[str], _T | None]) -> Mapping[str, _T]:
@@ -308,11 +308,6 @@ def _with_frontends(entry: Entry, frontends: list[Frontend]) -> Entry:
         ),
         backend_sets=tuple([entry.backend_sets[index] for index in used]),
     )
-
-
-def _for_old_flows(entries: Entries) -> Entries:
-    """Returns service ports without frontends: no client finds them, and their backends still serve open flows."""
-    return tuple([_with_frontends(entry, []) for entry in entries if entry.serving])
 
 
 def _claim_text(entry: Entry, frontend: Frontend) -> str:
