@@ -24,7 +24,7 @@ from hybrid_proxy.dataplane.virtual_servers import Edit, Element, Kind, Value
 LIMIT: Final = 1 << 20  # elements of one set; memory is taken as they come
 PROTOCOL: Final = 6  # of ip_set's messages; every kernel that has ip_set knows it
 SUBSYSTEM: Final = NFNL_SUBSYS_IPSET << 8
-_ADT_BYTES: Final = 48_000  # an attribute has 16 bits for its length
+_ADT_BYTES: Final = 48_000  # of elements in one message
 _A_PROTOCOL, _A_SETNAME, _A_FLAGS, _A_DATA, _A_ADT, _A_LINENO = 1, 2, 6, 7, 8, 9
 _IP, _PORT, _PROTO, _IP2, _CIDR2, _COMMENT, _MARK = 1, 4, 7, 20, 21, 26, 27
 _LONGEST_COMMENT: Final = 255
@@ -56,7 +56,7 @@ class Ipsets:
         found = []
         for answer in self._netlink.dump(_message(IPSET_CMD_LIST, 4, body, nl.NLM_F_DUMP, "listing sets")):
             known = dict(nl.attributes(answer, nl.NFGEN.size))
-            name = known.get(_A_SETNAME, b"").rstrip(b"\0").decode()
+            name = nl.text(known.get(_A_SETNAME, b""))
             if name.startswith(prefix):
                 found.append(name)
         return found
@@ -120,17 +120,12 @@ def _edit_messages(edit: Edit) -> Iterator[nl.Message]:
     command = IPSET_CMD_ADD if edit.add else IPSET_CMD_DEL
     what = f"{'adding to' if edit.add else 'removing from'} the set {edit.name}"
     start = nl.string(_A_SETNAME, edit.name) + nl.attribute(_A_LINENO, bytes(4))
-    parts: list[bytes] = []
-    size = 0
-    for element, value in edit.elements.items():
-        part = nl.nested(_A_DATA, _write(edit.family, element, value if edit.add else None))
-        if size + len(part) > _ADT_BYTES:
-            yield _message(command, edit.family, start + nl.nested(_A_ADT, *parts), 0, what)
-            parts, size = [], 0
-        parts.append(part)
-        size += len(part)
-    if parts:
-        yield _message(command, edit.family, start + nl.nested(_A_ADT, *parts), 0, what)
+    parts = (
+        nl.nested(_A_DATA, _write(edit.family, element, value if edit.add else None))
+        for element, value in edit.elements.items()
+    )
+    for some in nl.parcels(parts, _ADT_BYTES):
+        yield _message(command, edit.family, start + nl.nested(_A_ADT, *some), 0, what)
 
 
 def _write(family: int, element: Element, value: Value) -> bytes:

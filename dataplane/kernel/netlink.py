@@ -17,7 +17,7 @@ import select
 import socket
 import struct
 import threading
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Final, NamedTuple, Self
 
 from hybrid_proxy.dataplane.errors import DataplaneError
@@ -84,6 +84,20 @@ def nested(kind: int, *parts: bytes) -> bytes:
 def string(kind: int, value: str) -> bytes:
     """An attribute of text with its zero."""
     return attribute(kind, value.encode() + b"\0")
+
+
+def parcels(parts: Iterable[bytes], room: int) -> Iterator[list[bytes]]:
+    """Yields these parts together, as many at a time as `room` bytes hold: an attribute's length has 16 bits."""
+    kept: list[bytes] = []
+    size = 0
+    for part in parts:
+        if size + len(part) > room:
+            yield kept
+            kept, size = [], 0
+        kept.append(part)
+        size += len(part)
+    if kept:
+        yield kept
 
 
 def text(value: bytes) -> str:

@@ -19,7 +19,7 @@ SUBSYSTEM: Final = 10 << 8
 BATCH_BEGIN, BATCH_END = 0x10, 0x11
 NFT_MSG_GETGEN, NFTA_GEN_ID = 16, 1
 NFPROTO: Final = {4: 2, 6: 10}
-_BE32, _BE64 = struct.Struct(">I"), struct.Struct(">Q")
+_BE32: Final = struct.Struct(">I")
 _ATTEMPTS: Final = 20
 
 
@@ -44,11 +44,6 @@ class Message(NamedTuple):
 def number(kind: int, value: int) -> bytes:
     """Encodes 32 bits in network order, as nf_tables has almost everything."""
     return netlink.attribute(kind, _BE32.pack(value & 0xFFFFFFFF))
-
-
-def number64(kind: int, value: int) -> bytes:
-    """Encodes 64 bits in network order."""
-    return netlink.attribute(kind, _BE64.pack(value))
 
 
 def attributes(data: bytes) -> dict[int, bytes]:

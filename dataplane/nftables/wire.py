@@ -9,17 +9,9 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Final
 
-from hybrid_proxy.dataplane.kernel.netlink import NLM_F_APPEND, NLM_F_CREATE, attribute, nested, string, text
+from hybrid_proxy.dataplane.kernel.netlink import NLM_F_APPEND, NLM_F_CREATE, attribute, nested, parcels, string, text
 from hybrid_proxy.dataplane.kernel.netlink import attributes as each_attribute
-from hybrid_proxy.dataplane.kernel.nfnetlink import (
-    NFPROTO,
-    Message,
-    Nfnetlink,
-    NftablesError,
-    attributes,
-    number,
-    number64,
-)
+from hybrid_proxy.dataplane.kernel.nfnetlink import NFPROTO, Message, Nfnetlink, NftablesError, attributes, number
 from hybrid_proxy.dataplane.nftables import operations as op
 from hybrid_proxy.dataplane.nftables import uapi as nf
 from hybrid_proxy.dataplane.nftables.codec import Codec, cidr_between
@@ -38,7 +30,7 @@ from hybrid_proxy.dataplane.nftables.schema import (
     width,
 )
 
-ELEMENTS_ROOM: Final = 60_000  # an attribute's length has 16 bits
+ELEMENTS_ROOM: Final = 60_000  # bytes
 NEEDS: Final = "Linux 5.10 or newer with nf_tables, NAT, numgen, fib, reject and conntrack"
 VALUES_KEPT: Final = 1024  # encoded values, which elements in a row often share
 
@@ -335,7 +327,7 @@ def _set(family: Family, wanted: Set, set_id: int) -> bytes:
         parts.append(number(nf.NFTA_SET_DATA_LEN, length(family, wanted.data)))
     if wanted.seconds:
         parts.append(nested(nf.NFTA_SET_DESC, number(nf.NFTA_SET_DESC_SIZE, wanted.size)))
-        parts.append(number64(nf.NFTA_SET_TIMEOUT, 1000 * wanted.seconds))
+        parts.append(attribute(nf.NFTA_SET_TIMEOUT, (1000 * wanted.seconds).to_bytes(8, "big")))
     elif RANGE in wanted.key:
         widths = (
             nested(nf.NFTA_LIST_ELEM, number(nf.NFTA_SET_FIELD_LEN, width(family, field))) for field in wanted.key
@@ -394,16 +386,7 @@ def _value(codec: Codec, value: tuple[str, int] | int | Verdict) -> bytes:
 def _chunks(name: str, elements: Iterable[bytes]) -> Iterator[bytes]:
     """Bodies of messages, each with as many elements as it has room for."""
     head = string(nf.NFTA_SET_ELEM_LIST_SET, name)
-    kept: list[bytes] = []
-    size = 0
-    for element in elements:
-        if size + len(element) > ELEMENTS_ROOM:
-            yield head + nested(nf.NFTA_SET_ELEM_LIST_ELEMENTS, *kept)
-            kept, size = [], 0
-        kept.append(element)
-        size += len(element)
-    if kept:
-        yield head + nested(nf.NFTA_SET_ELEM_LIST_ELEMENTS, *kept)
+    return (head + nested(nf.NFTA_SET_ELEM_LIST_ELEMENTS, *some) for some in parcels(elements, ELEMENTS_ROOM))
 
 
 # Decoding
