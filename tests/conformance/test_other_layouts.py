@@ -102,7 +102,7 @@ class Trees:
                 self.made[name] = released()
             elif name not in self.made:
                 self.made[name] = tree(self.folder / name, *TREES[name])
-                with (self.made[name] / "dataplane/modes/ebpf/generations/replacement.py").open("a") as module:
+                with (self.made[name] / "dataplane/modes/ebpf/generations/runner.py").open("a") as module:
                     module.write(DIES)
 
 

@@ -25,7 +25,7 @@ import msgspec
 
 from hybrid_proxy.dataplane.kernel import bpf, host_netns
 from hybrid_proxy.dataplane.mode import Options
-from hybrid_proxy.dataplane.modes.ebpf.generations import replacement
+from hybrid_proxy.dataplane.modes.ebpf.generations import runner
 from hybrid_proxy.dataplane.modes.ebpf.generations.programs import Loader
 from hybrid_proxy.dataplane.modes.ebpf.maps import sizes
 from hybrid_proxy.dataplane.modes.ebpf.maps.pools import Pools
@@ -152,7 +152,7 @@ def refuse(owner: Any, name: str, count: int) -> None:
 
 
 def die_after_steps(count: int) -> None:
-    die_after(replacement, "reached", count)
+    die_after(runner, "reached", count)
 
 
 def die_after(owner: Any, name: str, count: int) -> None:

@@ -24,7 +24,7 @@ from hybrid_proxy.dataplane.kernel.repairs import Pins
 from hybrid_proxy.dataplane.modes.ebpf.generations.generation import Generation, Step, plan_replacement
 from hybrid_proxy.dataplane.modes.ebpf.generations.layouts import ours
 from hybrid_proxy.dataplane.modes.ebpf.generations.programs import Loader, Programs, missing_datapaths, put_datapaths
-from hybrid_proxy.dataplane.modes.ebpf.generations.replacement import Runner
+from hybrid_proxy.dataplane.modes.ebpf.generations.runner import Runner
 from hybrid_proxy.dataplane.modes.ebpf.hooks.attachments import Attachments
 from hybrid_proxy.dataplane.modes.ebpf.maps.making import Larger
 from hybrid_proxy.dataplane.modes.ebpf.maps.mapset import MapSet

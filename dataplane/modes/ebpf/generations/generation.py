@@ -3,7 +3,7 @@
 A generation is the layout of the maps, their sizes, and the programs that use them. Programs are not part of the value:
 each process loads its own, those of both address families and of all hooks. So generations differ in their maps alone.
 
-`plan_replacement` is a table of cases. The runner in `replacement.py` carries its steps out.
+`plan_replacement` is a table of cases. `runner.py` carries its steps out.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Carries out the steps by which one generation takes the place of another (generation.py).
+"""Has one generation take the place of another by the steps of generation.py.
 
 There are two kinds of replacement. A process enlarges the maps that only it writes, in its own directory of pins
 (datapath.py). Or a process that starts finds maps of another layout, or tables of flows of another size: it makes new
@@ -18,15 +18,14 @@ import contextlib
 import errno
 import logging
 import time
-from collections import deque
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
-from typing import Final, Protocol
+from typing import Final
 
 import numpy as np
 
-from hybrid_proxy.dataplane.kernel.bpf import BpfError, Map, Object
+from hybrid_proxy.dataplane.kernel.bpf import BpfError, Map
 from hybrid_proxy.dataplane.kernel.grace import wait_for_programs
 from hybrid_proxy.dataplane.mode import Options
 from hybrid_proxy.dataplane.modes.ebpf.generations import convert
@@ -38,6 +37,7 @@ from hybrid_proxy.dataplane.modes.ebpf.generations.copying import (
     copy_table,
     copy_timewait,
 )
+from hybrid_proxy.dataplane.modes.ebpf.generations.datapath import Datapath
 from hybrid_proxy.dataplane.modes.ebpf.generations.generation import (
     FLOWS,
     TABLES,
@@ -50,6 +50,7 @@ from hybrid_proxy.dataplane.modes.ebpf.generations.generation import (
     plan_replacement,
 )
 from hybrid_proxy.dataplane.modes.ebpf.generations.layouts import ARRAY, ours, recorded
+from hybrid_proxy.dataplane.modes.ebpf.generations.runner import Runner
 from hybrid_proxy.dataplane.modes.ebpf.maps import layout, sizes
 from hybrid_proxy.dataplane.modes.ebpf.maps.making import make, possible_cpus, traffic_cpus, traffic_sizes
 from hybrid_proxy.dataplane.modes.ebpf.maps.mapset import remove_unfinished
@@ -66,64 +67,6 @@ BRIDGE: Final = {
 }  # fmt: skip
 
 FLOW_STEPS: Final = (Step.COPY_FLOWS, Step.NEW_FLOWS, Step.ALL_FLOWS, Step.MERGE)
-
-Actions = Mapping[Step, Callable[[], None]]
-
-
-class Runner:
-    """Carries out steps in their order.
-
-    Attributes:
-        left: the steps that are not done. A step that failed is the first of them.
-    """
-
-    def __init__(self, steps: Iterable[Step], actions: Actions) -> None:
-        self.left = deque(steps)
-        self._actions = actions
-
-    def run(self, through: Step | None = None) -> None:
-        """Carries out the steps that are left, up to and including this one."""
-        while self.left:
-            step = self.left[0]
-            self._actions[step]()
-            self.left.popleft()
-            reached(step)
-            if step is through:
-                break
-
-    def skip(self, steps: Collection[Step]) -> None:
-        """Leaves these steps out, except the one that is running, which is the first."""
-        self.left = deque(step for number, step in enumerate(self.left) if not number or step not in steps)
-
-
-def reached(step: Step) -> None:
-    """Logs that a step is done. Tests end the process here."""
-    log.debug("replacement: %s", step.value)
-
-
-class Datapath(Protocol):
-    """The programs of this process, for a succession."""
-
-    @property
-    def tables(self) -> Mapping[str, Map]:
-        """Our maps by name."""
-
-    def load(self) -> None:
-        """Waits until our programs are loaded.
-
-        Raises:
-            BpfError: the kernel refuses them.
-        """
-
-    def load_bridge(self, others: Mapping[str, Map]) -> Object:
-        """Loads the programs that choose a datapath, on our maps and these.
-
-        Raises:
-            BpfError: the kernel refuses them.
-        """
-
-    def attach(self, bridge: Object | None) -> None:
-        """Attaches our programs, the bridge in place of those at tc hooks."""
 
 
 class Succession:
