@@ -23,7 +23,7 @@ from hybrid_proxy.dataplane.kernel.grace import wait_for_programs
 from hybrid_proxy.dataplane.mode import Options
 from hybrid_proxy.dataplane.modes.ebpf.flows.resets import Resets
 from hybrid_proxy.dataplane.modes.ebpf.maps.flow_tables import flow_arrays, run_in_parts
-from hybrid_proxy.dataplane.modes.ebpf.maps.layout import abi_constants, is_over
+from hybrid_proxy.dataplane.modes.ebpf.maps.layout import abi_constants, is_over, signed
 from hybrid_proxy.dataplane.modes.ebpf.maps.open_counts import Recount
 from hybrid_proxy.dataplane.reports import several
 from hybrid_proxy.dataplane.table import Protocol
@@ -57,11 +57,6 @@ def idle_limits(keys: NDArray[Any], values: NDArray[Any], options: Options) -> N
     limits[protocols == Protocol.UDP] = options.timeouts.udp_stream
     limits[protocols == Protocol.SCTP] = SCTP
     return limits
-
-
-def _age(now: int, seen: NDArray[Any]) -> NDArray[np.int64]:
-    """Returns the jiffies since then; negative where a program wrote a time later than `now`."""
-    return (np.uint32(now) - seen).astype(np.int32).astype(np.int64)
 
 
 def forget_half_open(maps: Mapping[str, Map], options: Options, now: int, hz: int) -> None:
@@ -249,7 +244,7 @@ class FlowGC:
 
         Foreign flows are deleted when conntrack has forgotten them (`ForeignFlows`).
         """
-        age = _age(self.clock(), values["seen"])
+        age = signed(np.uint32(self.clock()) - values["seen"])  # below 0 where a program wrote a later time
         limits = idle_limits(keys, values, self._options) * self.hz
         ours = values["flags"] & abi_constants()["FLOW_OTHERS"] == 0
         old = np.flatnonzero((age >= limits) & ours)

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from hybrid_proxy.dataplane.first_packets import BOUNDS, STEPS
 from hybrid_proxy.dataplane.kernel.bpf import Map
-from hybrid_proxy.dataplane.modes.ebpf.maps.layout import dtype_of
+from hybrid_proxy.dataplane.modes.ebpf.maps.layout import dtype_of, signed
 
 Counts = NDArray[np.uint32]  # a column for each step; they wrap
 
@@ -95,7 +95,7 @@ class FirstPackets:
 
 def _growth(before: Counts, now: Counts) -> NDArray[np.int64]:
     """Returns the difference of counts that wrap; 0 of those that are lower, which began again."""
-    return np.maximum((now - before).view(np.int32), 0).astype(np.int64)
+    return np.maximum(signed(now - before), 0)
 
 
 def by_bound(row: Counts) -> dict[int, int]:

@@ -92,6 +92,11 @@ def end_text(row: Any, family: int, address: str = "address", port: str = "port"
     return socket_text(address_text(row[address].tobytes(), family), socket.ntohs(int(row[port])))
 
 
+def signed(words: Words) -> NDArray[np.int64]:
+    """Returns differences of counters or of times that wrap, or that begin again, as numbers with a sign."""
+    return words.astype(np.int32).astype(np.int64)
+
+
 @lru_cache
 def named(prefix: str) -> dict[int, str]:
     """Returns the header's enumerators with this prefix by number: without it, and in lower case."""

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hybrid_proxy.dataplane.kernel.bpf import Map
-from hybrid_proxy.dataplane.modes.ebpf.maps.layout import abi_constants, dtype_of
+from hybrid_proxy.dataplane.modes.ebpf.maps.layout import abi_constants, dtype_of, signed
 
 Numbers = NDArray[np.int64]
 
@@ -39,7 +39,7 @@ class Recount:
         """Write the corrections. Returns how many backends had wrong counts."""
         after, ids = self._rows[self._ids], self._ids
         wanted = corrections(self._before, after, self._seen[ids])
-        wrong = wanted != _signed(after["correction"])
+        wrong = wanted != signed(after["correction"])
         self._rows["correction"][ids[wrong]] = wanted[wrong].astype(np.uint32)
         return int(np.count_nonzero(wrong))
 
@@ -51,15 +51,6 @@ def corrections(before: NDArray[Any], after: NDArray[Any], seen: Numbers) -> Num
     correction stays what it is: so where flows begin and end all the time, nothing is made worse, and where none does,
     the count is exact.
     """
-    opened, closed = (_since(after[name], before[name]) for name in ("opened", "closed"))
-    counted = _since(before["opened"], before["closed"])
-    return np.clip(_signed(after["correction"]), seen - opened - counted, seen + closed - counted)
-
-
-def _since(now: NDArray[Any], then: NDArray[Any]) -> Numbers:
-    """Returns the difference of two counters that may have restarted at 0."""
-    return _signed(now - then)
-
-
-def _signed(words: NDArray[np.uint32]) -> Numbers:
-    return words.view(np.int32).astype(np.int64) if words.flags.c_contiguous else _signed(words.copy())
+    opened, closed = (signed(after[name] - before[name]) for name in ("opened", "closed"))
+    counted = signed(before["opened"] - before["closed"])
+    return np.clip(signed(after["correction"]), seen - opened - counted, seen + closed - counted)
