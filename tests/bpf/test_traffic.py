@@ -217,7 +217,8 @@ def test_figures_outlive_the_agent_and_leftovers_do_not(bench: Bench, net: Net) 
     unused = SMALL.ebpf.limits.backends - 1
     bench.store.traffic.rows[unused // 8, 0, unused % 8] = 7
     bench.store.traffic.gone[SMALL.ebpf.limits.services - 1] = 7
-    bench.store = Store(bench.maps, HZ, adopt=True)
+    bench.maps.adopted = True
+    bench.store = Store(bench.maps, HZ)
     bench.store.apply({"default/web": (entry,)})
     assert of_service(bench, "default/web") == wanted
     assert not bench.store.traffic.of_backends(np.array([unused])).any()
@@ -295,7 +296,8 @@ def test_backends_without_a_row_are_served_and_not_counted(net: Net, monkeypatch
         made.store.traffic.give_back([], ids, made.store.backends["service"][ids])
         assert not made.store.traffic.of_backends(ids).any()
         assert made.store.traffic.of_services(made.store.backends["service"])[:, 0].sum() == 15
-        again = Store(made.maps, HZ, adopt=True)
+        made.maps.adopted = True
+        again = Store(made.maps, HZ)
         assert again.traffic.backends == 16
 
 

@@ -44,16 +44,15 @@ class Store:
     """The plan and the writer of one set of maps. Not thread-safe.
 
     Args:
-        maps: the open set.
+        maps: the open set. If they were adopted, the first `apply` adopts what the previous agent wrote.
         hz: jiffies per second, for affinity times.
-        adopt: the maps hold what the previous agent wrote, and the first `apply` adopts it. None: if they were pinned.
         rings: their bounds.
     """
 
-    def __init__(self, maps: MapSet, hz: int, *, adopt: bool | None = None, rings: Rings = RINGS) -> None:
+    def __init__(self, maps: MapSet, hz: int, *, rings: Rings = RINGS) -> None:
         self.maps = maps
         self._hz, self._rings = hz, rings
-        self._begin(adopt=maps.adopted if adopt is None else adopt)
+        self._begin(adopt=maps.adopted)
 
     def _begin(self, *, adopt: bool, stamp: int = 0) -> None:
         maps = self.maps
