@@ -120,8 +120,7 @@ class Installed:
         """Describe each thing that is not as we wrote it."""
         found = []
         for table in TABLES:
-            saved = parse(self.xtables.save(self.family, table))
-            found += [f"{table}: {what}" for what in self._damage_of(table, saved)]
+            found += [f"{table}: {what}" for what in self._damage_of(table, self.read(table))]
         return found
 
     def _damage_of(self, table: str, saved: Saved) -> list[str]:

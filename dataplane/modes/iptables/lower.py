@@ -55,6 +55,15 @@ DROP: Final = "-j DROP"
 REFUSE: Final = f"-j {REJECT}"
 
 
+class Able(NamedTuple):
+    """The optional matches and targets that one family's iptables has."""
+
+    random_fully: bool = True
+    compares: bool = True  # source and destination (match bpf)
+    remembers: bool = True  # clients (match recent)
+    sctp: bool = True
+
+
 class Node(NamedTuple):
     """The node's part of the rules of one family, as text."""
 
@@ -65,10 +74,8 @@ class Node(NamedTuple):
     loopback: tuple[str, ...]
     service_cidrs: tuple[str, ...]
     usual: Masquerade = Masquerade.NEVER  # the clients that most ClusterIPs masquerade: marked once for all of them
-    random_fully: bool = True
-    compares: bool = True  # the kernel can compare source and destination (match bpf)
+    able: Able = Able()
     drop_invalid: bool = True
-    remembers: bool = True  # the match recent is there
 
 
 class Lowered(NamedTuple):
@@ -212,7 +219,7 @@ def _choose_way(way: _Way, node: Node) -> Iterable[str]:
 def _set_chains(entry: Entry, name: str, chosen: BackendSet, node: Node) -> Chains:
     protocol = entry.protocol.name.lower()
     goals = [f"-j DNAT --to-destination {socket_text(b.address, b.port)}" for b in chosen.backends]
-    if not entry.affinity_seconds or not node.remembers:
+    if not entry.affinity_seconds or not node.able.remembers:
         return {name: tuple(_pick(f"-p {protocol} ", goals))}
     chains: Chains = {}
     again = []
@@ -275,10 +282,13 @@ def _refusals(entry: Entry, frontend: Frontend, match: str) -> Iterable[Rank]:
 def constant_chains(node: Node) -> tuple[Chains, Chains]:
     """Returns the chains of nat and filter that do not depend on services, without those that lead into trees."""
     marked = f"--mark {node.bit}/{node.bit}"
-    fully = " --random-fully" if node.random_fully else ""
+    fully = " --random-fully" if node.able.random_fully else ""
     nat: Chains = {f"{MINE}MARK-MASQ-{n}": tuple(_mark_rules(Masquerade(n), node)) for n in range(1, 8)}
     nat[f"{MINE}MASQUERADE"] = (f"-j MARK --set-xmark 0x0/{node.bit}", f"-j MASQUERADE{fully}")
-    nat[POSTROUTING] = (f"-m mark {marked} -j {MINE}MASQUERADE", *_hairpin(node, fully))
+    nat[POSTROUTING] = (f"-m mark {marked} -j {MINE}MASQUERADE",)
+    if node.able.compares:  # a pod that was sent to itself: after nat its packet has one address twice
+        to_itself = f'-m conntrack --ctstate DNAT -m bpf --bytecode "{same_addresses(node.family)}"'
+        nat[POSTROUTING] += (f"{to_itself} -j MASQUERADE{fully}",)
     unreachable = "icmp-port-unreachable" if node.family == 4 else "icmp6-port-unreachable"
     accepts = ["-m conntrack --ctstate RELATED,ESTABLISHED -j ACCEPT"]
     if node.drop_invalid:
@@ -307,12 +317,6 @@ def _mark_rules(classes: Masquerade, node: Node) -> Iterable[str]:
         yield mark
     elif node.pod is not None:
         yield f"{'! ' if others & Masquerade.EXTERNAL else ''}{node.pod} {mark}"
-
-
-def _hairpin(node: Node, fully: str) -> Iterable[str]:
-    """Matches a pod that was sent to itself: after nat its packet has one address twice."""
-    if node.compares:
-        yield f'-m conntrack --ctstate DNAT -m bpf --bytecode "{same_addresses(node.family)}" -j MASQUERADE{fully}'
 
 
 def cluster_ips(root: str, node: Node) -> tuple[str, ...]:

@@ -35,9 +35,6 @@ class Delta(NamedTuple):
     written: Chains
     gone: tuple[str, ...]
 
-    def __bool__(self) -> bool:
-        return bool(self.written or self.gone)
-
 
 def by_service(damage: Iterable[str], entries: Iterable[Entry], nodes: Mapping[int, Node]) -> list[str]:
     """Say whose chains these damages are about, and how many; names of chains tell people nothing."""

@@ -8,8 +8,6 @@ from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Final
 
-import msgspec
-
 from hybrid_proxy.dataplane import localhost
 from hybrid_proxy.dataplane.bytecode import same_addresses
 from hybrid_proxy.dataplane.errors import Unsupported
@@ -20,7 +18,7 @@ from hybrid_proxy.dataplane.kernel.xtables import Xtables, find, present
 from hybrid_proxy.dataplane.mode import Mode, Options, RequestMaintenance
 from hybrid_proxy.dataplane.modes.iptables import affinity, listing
 from hybrid_proxy.dataplane.modes.iptables.installed import TABLES, Installed, Ruleset, remove
-from hybrid_proxy.dataplane.modes.iptables.lower import Node, node_of, usual_masquerade
+from hybrid_proxy.dataplane.modes.iptables.lower import Able, Node, node_of, usual_masquerade
 from hybrid_proxy.dataplane.modes.iptables.names import MINE
 from hybrid_proxy.dataplane.modes.iptables.plan import Plan, by_service
 from hybrid_proxy.dataplane.netfilter import TranslatingMode
@@ -33,15 +31,6 @@ log = logging.getLogger(__name__)
 FAMILIES: Final = (4, 6)
 RECENT_CLIENTS: Final = "/sys/module/xt_recent/parameters/ip_list_tot"  # how many; the kernel's default is 100
 REPAIR_PAUSE: Final = 5.0  # seconds until a repair that failed is tried again
-
-
-class Able(msgspec.Struct, frozen=True):
-    """The optional matches and targets that one family's iptables has."""
-
-    random_fully: bool
-    compares: bool
-    remembers: bool
-    sctp: bool
 
 
 class Iptables(TranslatingMode):
@@ -139,13 +128,7 @@ class Iptables(TranslatingMode):
             else:
                 mine = (entry for entry in table.entries() if entry.family == family)
                 usual = usual_masquerade(mine, node)
-            nodes[family] = node._replace(
-                usual=usual,
-                random_fully=able.random_fully,
-                compares=able.compares,
-                remembers=able.remembers,
-                drop_invalid=self.drop_invalid,
-            )
+            nodes[family] = node._replace(usual=usual, able=able, drop_invalid=self.drop_invalid)
         return nodes
 
     # Drift
@@ -267,7 +250,7 @@ def _ability(xtables: Xtables, family: int) -> Able:
         "sctp": "-p sctp -m sctp --dport 1 -j RETURN",
     }
     if xtables.accepts(family, "nat", rules.values()) is None:
-        return Able(**dict.fromkeys(rules, True))
+        return Able()
     return Able(**{what: xtables.accepts(family, "nat", [rule]) is None for what, rule in rules.items()})
 
 

@@ -57,9 +57,6 @@ class Steps(NamedTuple):
     removed: list[Change]  # virtual servers
     forgotten: list[Edit]  # SERVERS
 
-    def __bool__(self) -> bool:
-        return any(self[:])
-
 
 NO_STEPS: Final = Steps([], [], [], [], [], [], [], [])
 
@@ -97,11 +94,6 @@ def quiet(actual: Actual) -> Steps:
         if weight
     ]
     return NO_STEPS._replace(servers=changes)
-
-
-def give_up(actual: Actual, keep: Collection[str]) -> Steps:
-    """Returns the steps that unbind all addresses but these."""
-    return NO_STEPS._replace(unbind=sorted(actual.addresses.difference(keep)))
 
 
 def plan(

@@ -24,7 +24,7 @@ from hybrid_proxy.dataplane.modes.ipvs.draining import READINGS, Flows, sources
 from hybrid_proxy.dataplane.modes.ipvs.listing import Programmed
 from hybrid_proxy.dataplane.modes.ipvs.lower import PREFIX, Node, is_excluded, node_of
 from hybrid_proxy.dataplane.modes.ipvs.needs import Needs, explicit
-from hybrid_proxy.dataplane.modes.ipvs.plan import Actual, give_up, quiet
+from hybrid_proxy.dataplane.modes.ipvs.plan import NO_STEPS, Actual, quiet
 from hybrid_proxy.dataplane.netfilter import NetfilterMode
 from hybrid_proxy.dataplane.reports import Fill, IpvsStatus, Status, several
 from hybrid_proxy.dataplane.slow_start import SlowStart
@@ -181,7 +181,8 @@ class Ipvs(NetfilterMode):
         except NetlinkFailed as error:
             log.warning("%s: while mode ipvs drains, new connections of this node to it end with the mode", error)
             self.actual.held = self.kernel.routes.held()
-        writer.perform(self.kernel, give_up(self.actual, needed - self.actual.held.keys()), self.actual)
+        others = sorted(self.actual.addresses.difference(needed - self.actual.held.keys()))
+        writer.perform(self.kernel, NO_STEPS._replace(unbind=others), self.actual)
 
     def _delete_stale(self, judge: Judge, openings: Collection[Place]) -> None:
         if not self._left:

@@ -10,16 +10,16 @@ from __future__ import annotations
 import errno
 import socket
 from collections import OrderedDict
-from pathlib import Path
 from typing import Final
 
+from hybrid_proxy.dataplane.kernel import sysctl
 from hybrid_proxy.dataplane.modes.userspace.icmp import IcmpErrors
 from hybrid_proxy.dataplane.modes.userspace.messages import Conversation
 from hybrid_proxy.dataplane.modes.userspace.ports import Port
 from hybrid_proxy.dataplane.modes.userspace.sockets import State, toward
 from hybrid_proxy.dataplane.modes.userspace.streams import MOST_ATTEMPTS
 
-SETTINGS: Final = Path("/proc/sys/net/netfilter")
+UDP_TIMEOUT: Final = "net/netfilter/nf_conntrack_udp_timeout"
 SHORT, LONG = 30.0, 120.0  # the kernel's defaults
 CONVERSATION: Final = 2.0  # seconds, as nf_conntrack_proto_udp.c
 AT_ONCE: Final = 64
@@ -28,14 +28,6 @@ SWEEP: Final = 1.0
 _REFUSED: Final = frozenset({errno.ECONNREFUSED, errno.EHOSTUNREACH, errno.ENETUNREACH})
 
 Key = tuple[Port, tuple[str, int]]
-
-
-def timeout(name: str, default: float) -> float:
-    """Returns a timeout of conntrack in this network namespace, in seconds."""
-    try:
-        return float((SETTINGS / name).read_text())
-    except (OSError, ValueError):
-        return default
 
 
 class Session:
@@ -161,8 +153,8 @@ class Sessions:
         self.by_client: dict[Key, Session] = {}
         self.short: OrderedDict[Key, Session] = OrderedDict()
         self.long: OrderedDict[Key, Session] = OrderedDict()
-        self.short_seconds = timeout("nf_conntrack_udp_timeout", SHORT)
-        self.long_seconds = timeout("nf_conntrack_udp_timeout_stream", LONG)
+        self.short_seconds = float(sysctl.read(UDP_TIMEOUT) or SHORT)
+        self.long_seconds = float(sysctl.read(f"{UDP_TIMEOUT}_stream") or LONG)
         self._icmp = IcmpErrors()
         self._sweeping = False
 

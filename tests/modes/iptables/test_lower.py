@@ -13,6 +13,7 @@ from hybrid_proxy.controller.semantics.explain import explain
 from hybrid_proxy.dataplane.bytecode import same_addresses
 from hybrid_proxy.dataplane.mode import Options
 from hybrid_proxy.dataplane.modes.iptables.lower import (
+    Able,
     Lowered,
     Node,
     constant_chains,
@@ -119,7 +120,8 @@ def test_clients_that_are_remembered_come_back_by_the_chain_of_their_endpoint() 
     assert len(again) == 2
     assert all("--rcheck --seconds 600 --reap" in rule for rule in again)
     assert all("-m recent --set" in lowered.chains[name][0] for name in (first, second))
-    assert lower(entry(cluster_ip(), affinity_seconds=600), node()._replace(remembers=False)).chains.keys() == {SVC}
+    forgetful = node()._replace(able=Able(remembers=False))
+    assert lower(entry(cluster_ip(), affinity_seconds=600), forgetful).chains.keys() == {SVC}
 
 
 def test_every_route_of_thirty_backends_is_chosen_evenly() -> None:
