@@ -523,7 +523,7 @@ class _Reflector:
             return
         key = head.key(self._kind)
         gone = event.type == "DELETED"
-        if not self._objects.is_news(key, version, gone=gone):
+        if not self._objects.versions.is_news(key, version, gone):
             return
         if gone:
             self._objects.forget(key, received)

@@ -80,6 +80,7 @@ class KnownObjects:
 
     Attributes:
         listed: Whether a list was complete once, or the kind is not served.
+        versions: What is known of each object's.
     """
 
     def __init__(self, kind: str, connection: Connection, emit: Emit) -> None:
@@ -87,7 +88,7 @@ class KnownObjects:
         self._kind = kind
         self._connection = connection
         self._emit = emit
-        self._versions = Versions()
+        self.versions = Versions()
         self._known = ObjectSet(kind)
 
     def replace(self, version: str, listed: ObjectSet) -> None:
@@ -98,7 +99,7 @@ class KnownObjects:
         kept = (known.objects if unnamed else listed.problems).keys() & known.objects.keys() - listed.objects.keys()
         for key in kept:
             listed.put(key, known.objects[key])
-        self._versions.listed(version)
+        self.versions.listed(version)
         self.listed = True
         self._known = listed
         for key in known.problems.keys() - listed.problems.keys():
@@ -149,17 +150,13 @@ class KnownObjects:
 
     def ignore(self, key: str, received: float) -> None:
         """Remove an object that belongs to another proxy now."""
-        self._versions.add_tombstone(key)
+        self.versions.add_tombstone(key)
         self.forget(key, received)
 
     def refuse(self, key: str, message: str) -> None:
         """Report a malformed object; its last good version stays."""
         if self._known.refuse(key, message):
             self._report(key, message)
-
-    def is_news(self, key: str, version: str | None, *, gone: bool) -> bool:
-        """Return whether an event is newer than what is known of its object."""
-        return self._versions.is_news(key, version, gone)
 
     def absent(self, why: str) -> None:
         """The server has no objects of this kind, and the agent does without."""

@@ -132,49 +132,47 @@ def _objects(content: bytes, is_json: bool, shown: str) -> Iterator[tuple[str, s
             # Each value but the first of a list or object follows a comma, so that these are as many or more.
             if sum(content.count(sign) for sign in (b",", b"[", b"{")) > MAX_VALUES:
                 raise _BrokenError(f"more than {MAX_VALUES:,} values, which is the limit of a file")
-            yield from _json_objects(msgspec.Raw(content), shown, "", "", 0)
+            yield from _unpacked(msgspec.Raw(content), shown)
         return
     try:
         for document in documents(content):
             if document.value is not None:
-                yield from _plain_objects(document.value, f"{shown}:{document.line}", "", "")
+                yield from _unpacked(document.value, f"{shown}:{document.line}")
     except NotYamlError as error:
         raise _BrokenError(str(error)) from None
 
 
-def _json_objects(
-    raw: msgspec.Raw, place: str, kind: str, version: str, depth: int
+def _unpacked(
+    value: object, place: str, kind: str = "", version: str = "", depth: int = 0
 ) -> Iterator[tuple[str, str, object, str]]:
+    """Yields an object, or those of a list; `kind` and `version` are of an item that does not name its own."""
     if depth > MAX_DEPTH:
         raise _BrokenError(f"lists nested more than {MAX_DEPTH} deep, which is the limit of a file")
-    try:
-        head = msgspec.json.decode(raw, type=_Head)
-        kind, version = _kind_of(head.kind, head.api_version, place, kind, version)
-        is_list = kind.endswith("List")
-        items = msgspec.json.decode(head.items, type=list[msgspec.Raw] | None) if is_list else None
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise _BrokenError(f"{place} is not an object in JSON: {error}") from None
-    if not is_list:
-        yield kind, version, raw, place
-        return
-    item, item_version = _item_kind(kind, version)
-    for index, value in enumerate(items or ()):
-        yield from _json_objects(value, f"{place} items[{index}]", item, item_version, depth + 1)
-
-
-def _plain_objects(value: object, place: str, kind: str, version: str) -> Iterator[tuple[str, str, object, str]]:
-    if not isinstance(value, dict):
+    fields: object = value
+    if isinstance(value, msgspec.Raw):
+        head = _of_json(value, _Head, place)
+        fields = {"kind": head.kind, "apiVersion": head.api_version, "items": head.items}
+    if not isinstance(fields, dict):
         raise _BrokenError(f"{place} is not an object, it has no fields")
-    kind, version = _kind_of(value.get("kind"), value.get("apiVersion"), place, kind, version)
+    kind, version = _kind_of(fields.get("kind"), fields.get("apiVersion"), place, kind, version)
     if not kind.endswith("List"):
         yield kind, version, value, place
         return
-    items = value.get("items")
+    items = fields.get("items")
+    if isinstance(items, msgspec.Raw):
+        items = _of_json(items, list[msgspec.Raw] | None, place)
     if not isinstance(items, list | None):
         raise _BrokenError(f"{place} has items that are no list")
-    item, item_version = _item_kind(kind, version)
-    for index, child in enumerate(items or ()):
-        yield from _plain_objects(child, f"{place} items[{index}]", item, item_version)
+    of = ("", "") if kind == "List" else (kind.removesuffix("List"), version)  # items of `kind: List` must name theirs
+    for index, item in enumerate(items or ()):
+        yield from _unpacked(item, f"{place} items[{index}]", *of, depth + 1)
+
+
+def _of_json(raw: msgspec.Raw, kind: Any, place: str) -> Any:
+    try:
+        return msgspec.json.decode(raw, type=kind)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise _BrokenError(f"{place} is not an object in JSON: {error}") from None
 
 
 def _kind_of(kind: object, version: object, place: str, default: str, default_version: str) -> tuple[str, str]:
@@ -184,11 +182,6 @@ def _kind_of(kind: object, version: object, place: str, default: str, default_ve
     if not isinstance(version, str):
         raise _BrokenError(f"{place} has an apiVersion that is no text")
     return kind, version
-
-
-def _item_kind(kind: str, version: str) -> tuple[str, str]:
-    """Returns kind and version of items that do not name theirs: those of `kind: List` must."""
-    return ("", "") if kind == "List" else (kind.removesuffix("List"), version)
 
 
 # ------------------------------------------------------------------------------------ a folder, to a snapshot

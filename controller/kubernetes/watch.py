@@ -105,7 +105,7 @@ def version_number(version: str | None) -> int | None:
 
 
 class Versions:
-    """The versions that were seen of each object, so that none goes back in time.
+    """The versions that were `seen` of each object, so that none goes back in time.
 
     A complete list at version N has the state of all objects at N: whatever is older is old news, also
     about objects that are not in it. So only what changed since the list needs a note of its own.
@@ -113,16 +113,13 @@ class Versions:
 
     def __init__(self) -> None:
         self._floor: int | None = None
-        self._seen: dict[str, int] = {}
+        self.seen: dict[str, int] = {}
         self._tombstones: dict[str, None] = {}  # deleted objects, the newest last
-
-    def __len__(self) -> int:
-        return len(self._seen)
 
     def listed(self, version: str | None) -> None:
         """Forgets what is older than a complete list of this version."""
         self._floor = version_number(version)
-        self._seen.clear()
+        self.seen.clear()
         self._tombstones.clear()
 
     def is_news(self, key: str, version: str | None, gone: bool) -> bool:
@@ -130,11 +127,11 @@ class Versions:
         number = version_number(version)
         if number is None or self._floor is None:
             return True
-        known = self._seen.get(key, self._floor)
+        known = self.seen.get(key, self._floor)
         # A deletion may carry the version of the last change.
         if number < known or (number == known and not gone):
             return False
-        self._seen[key] = number
+        self.seen[key] = number
         self._tombstones.pop(key, None)
         if gone:
             self.add_tombstone(key)
@@ -142,9 +139,9 @@ class Versions:
 
     def add_tombstone(self, key: str) -> None:
         """Note that this object is not served here any more; what was seen of it is kept for a while."""
-        if key not in self._seen:
+        if key not in self.seen:
             return
         self._tombstones[key] = None
         if len(self._tombstones) > _MAX_TOMBSTONES:
             oldest = next(iter(self._tombstones))
-            del self._tombstones[oldest], self._seen[oldest]
+            del self._tombstones[oldest], self.seen[oldest]
