@@ -112,7 +112,7 @@ class Answers:
         match request:
             case p.GetStatus():
                 return p.StatusAnswer(self._status())
-            case p.GetNames():
+            case p.GetNames(nodes):
                 return p.NamesAnswer(
                     mode=self.mode.choice.effective,
                     draining=sorted(self.mode.draining.names),
@@ -122,6 +122,7 @@ class Answers:
                     without_backend=self.syncer.builder.lacks,
                     left_to_node=dict(self.syncer.builder.table.left_to_node),
                     node_ports_at=list(self.syncer.builder.table.node.node_port_addresses),
+                    nodes=self.syncer.cluster.nodes_of_endpoints() if nodes else {},
                 )
             case p.GetTraffic():
                 each = (programmer, *self.mode.draining.programmers)  # at most one of them counts

@@ -71,7 +71,8 @@ _Read = Callable[["Programmed", argparse.Namespace], _Found]
 def _read(args: argparse.Namespace, read: _Read) -> _Found:
     from hybrid_proxy.controller.commands.views import programmed
 
-    with contextlib.closing(programmed(args.admin_socket, args.pin_root, draining=args.command == "flows")) as here:
+    draining, nodes = args.command == "flows", args.command == "backends" and args.output != "text"
+    with contextlib.closing(programmed(args.admin_socket, args.pin_root, draining=draining, nodes=nodes)) as here:
         found = read(here, args)
     return found._replace(notes=[here.note, *found.notes]) if here.note else found
 
@@ -94,6 +95,7 @@ def _backends(here: Programmed, args: argparse.Namespace) -> _Found:
     states = {(row.service, row.address): row.state for row in here.agent.ejections} if here.agent else {}
     for row in rows:  # the agent knows until when one is ejected, and why
         row.state = states.get((row.service or "", row.address), row.state)
+        row.node = here.agent.nodes.get(row.address.rpartition(":")[0].strip("[]")) if here.agent else None
     blind = sorted({row.mode for row in rows if row.failures is None})
     notes = [f"mode {mode} does not see whether connections to backends fail; {TRIES}" for mode in blind]
     return _Found(rows, listings.backend_columns(rows), notes)

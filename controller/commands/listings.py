@@ -66,6 +66,7 @@ def backend_columns(rows: Sequence[BackendRow]) -> tuple[Column[BackendRow], ...
         *_of_modes(rows),
         Column("SERVICE", lambda row: row.service),
         Column("BACKEND", lambda row: row.address),
+        Column("NODE", lambda row: row.node, wide=True),
         Column("PROTO", lambda row: row.protocol, leave=4),
         *_COUNTS,
         Column("CONVERSATIONS", lambda row: _number(row.conversations), leave=3, right=True, live=True),

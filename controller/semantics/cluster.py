@@ -140,6 +140,11 @@ class Cluster:
     def slices_of(self, service: str) -> Collection[model.EndpointSlice]:
         return self._of_service.get(service, {}).values()
 
+    def nodes_of_endpoints(self) -> dict[str, str]:
+        """Returns the node of each endpoint's address, as far as EndpointSlices name it."""
+        slices = (each for known in self._of_service.values() for each in known.values())
+        return {end.address: end.node for each in slices for end in each.endpoints if end.node}
+
     @property
     def node(self) -> model.Node | None:
         """This node as its object said last, fact by fact: facts that are gone from the API stay. None: never seen."""

@@ -343,7 +343,9 @@ class GetStatus(msgspec.Struct, frozen=True, tag_field="command", tag="status"):
 
 
 class GetNames(msgspec.Struct, frozen=True, tag_field="command", tag="names"):
-    """Requests what is needed to read and name what is programmed."""
+    """Requests what is needed to read and name what is programmed, and with `nodes` where endpoints are."""
+
+    nodes: bool = False
 
 
 class GetTraffic(msgspec.Struct, frozen=True, tag_field="command", tag="traffic"):
@@ -442,7 +444,7 @@ class NamesAnswer(msgspec.Struct, frozen=True, tag_field="answer", tag="names"):
     """Answers `GetNames`: modes, the folder of pins, names by number, failing backends.
 
     `draining` are the modes that drain, `without_backend` the service ports that have none on this node. `left_to_node`
-    is as in `AgentStatus`, `node_ports_at` as in `TableAnswer`.
+    is as in `AgentStatus`, `node_ports_at` as in `TableAnswer`; `nodes` has the node of each endpoint's address.
     """
 
     mode: str
@@ -453,6 +455,7 @@ class NamesAnswer(msgspec.Struct, frozen=True, tag_field="answer", tag="names"):
     without_backend: list[Lack] = []
     left_to_node: dict[str, str] = {}
     node_ports_at: list[str] = []
+    nodes: dict[str, str] = {}
 
 
 class TrafficAnswer(msgspec.Struct, frozen=True, tag_field="answer", tag="traffic"):

@@ -135,6 +135,8 @@ def _follow(answer: Row, on: Screen) -> Iterator[str]:
         yield "no such packet passed"
         return
     yield "{source} -> {destination}, {service}".format(**points[0])
+    if points[0]["flags"] not in ("", "SYN"):
+        yield "this connection was open before: no new one began"
     packet, ends, began = 0, "", []
     for row in points:
         at = [row["point"], row["where"], row["interface"]]

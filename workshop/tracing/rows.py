@@ -151,9 +151,13 @@ def _another(last: Event, event: Event) -> bool:
 
 
 def one_flow(ways: Sequence[list[Event]]) -> list[list[Event]]:
-    """Returns the packets of the first flow in both directions, across all translations."""
+    """Returns the packets of one flow in both directions, across all translations: of the first connection that began.
+
+    Where none did, the first flow that was open.
+    """
     ends_of = [{frozenset((event.source, event.destination)) for event in way} for way in ways]
-    known = set[frozenset[str]]().union(*ends_of[:1])
+    new = [ends for way, ends in zip(ways, ends_of, strict=True) if way[0].protocol == 6 and way[0].flags & 0x12 == 2]
+    known = set[frozenset[str]]().union(*(new or ends_of)[:1])
     for ends in ends_of * 2:  # which ends are one flow's, a later packet may show: a SYN may bypass the stack
         if known & ends:
             known |= ends

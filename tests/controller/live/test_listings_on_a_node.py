@@ -15,7 +15,7 @@ import pytest
 import yaml
 
 from hybrid_proxy.workshop.lab import examples
-from hybrid_proxy.workshop.lab.network import Lab
+from hybrid_proxy.workshop.lab.network import NODE_NAMES, Lab
 from tests.docs.kit import shell, start_agent
 from tests.namespaces import new_lab
 from tests.waiting import until
@@ -133,6 +133,14 @@ def test_a_node_port_is_called_that_in_every_mode_and_its_addresses_are_named(no
 def test_backends_on_this_node_are_counted_also_without_a_local_policy(node: Lab) -> None:
     rows = json.loads(run(node, "services default/web -o json").stdout)
     assert {(row["backends"], row["local_backends"]) for row in rows} == {(3, 3)}
+
+
+def test_a_backend_has_the_name_of_its_node(node: Lab) -> None:
+    rows = json.loads(run(node, "backends default/web -o json").stdout)
+    assert {row["node"] for row in rows} == {NODE_NAMES["node"]}, rows
+    header, first, *_ = run(node, "backends default/web -o wide").stdout.splitlines()
+    assert first.split()[header.split().index("NODE")] == NODE_NAMES["node"]
+    assert "NODE" not in run(node, "backends").stdout
 
 
 def test_following_drops_begins_with_the_last_ten(node: Lab) -> None:

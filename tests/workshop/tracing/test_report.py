@@ -96,6 +96,12 @@ def test_a_terminal_with_colours_shows_titles_in_bold() -> None:
     assert "\x1b[1mpacket 1: request, SYN, 74 bytes\x1b[0m" in list(lines(ANSWERS["follow"], Screen(80, colours=True)))
 
 
+@pytest.mark.parametrize(("flags", "told"), [("SYN", 0), ("", 0), ("PSH ACK", 1)])
+def test_a_connection_that_was_open_before_is_told_to_be(flags: str, told: int) -> None:
+    points = [point(1, 0.0, "sent", CLIENT, FRONTEND) | {"flags": flags}]
+    assert "\n".join(lines(answer("follow", points=points), Screen())).count("open before") == told
+
+
 def test_a_packet_that_is_sent_again_is_marked() -> None:
     ways = [("sent", FRONTEND), ("received", BACKEND)]
     points = [point(1, float(at), name, CLIENT, end) for at in (0, 1000) for name, end in ways]

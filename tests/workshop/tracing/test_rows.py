@@ -98,6 +98,14 @@ def test_one_flow_is_both_directions_and_nobody_elses() -> None:
     assert rows.is_closed([[event(14, 4, RECEIVE, HOME, SERVICE, flags=20)]])
 
 
+def test_a_connection_that_begins_is_followed_rather_than_one_that_was_open() -> None:
+    opened = [event(10, 1, RECEIVE, HOME, SERVICE, flags=16)]
+    new = [event(12, 2, RECEIVE, HOME, ("c:2", "vip:80"))]
+    accepted = [event(13, 3, RECEIVE, HOME, ("vip:80", "c:3"), flags=18)]  # of one that began before
+    assert rows.one_flow([opened, accepted, new]) == [new]
+    assert rows.one_flow([opened, accepted]) == [opened]
+
+
 def test_a_drop_has_its_reason_and_function() -> None:
     way = [
         event(1000, 1, RECEIVE, HOME, SERVICE),
