@@ -7,7 +7,7 @@ from typing import Any, Final, NamedTuple
 
 from hybrid_proxy.controller.commands.packet_columns import VERDICTS
 from hybrid_proxy.controller.commands.status import verdict
-from hybrid_proxy.controller.commands.troubles import troubles
+from hybrid_proxy.controller.commands.troubles import Verdict, troubles
 from hybrid_proxy.controller.serving.protocol import described
 from hybrid_proxy.dataplane.modes.ebpf.maps.reasons import WORDS
 from hybrid_proxy.dataplane.reports import age
@@ -179,7 +179,8 @@ def head(shown: Snapshot) -> Sequence[str]:
     status = shown.sample.status
     if status is None:
         first = f"mode {shown.sample.mode}, as last programmed" if shown.sample.mode else "nothing is programmed here"
-        return first + "   asking the agent ..." * (not shown.sample.trouble), _totals(shown)
+        word = Verdict.NOT_IN_SYNC.value[0] if shown.sample.trouble else "asking the agent ..."
+        return f"{first}   {word}", _totals(shown)
     mode = status.mode
     asked = "" if mode.requested == mode.effective else f" ({mode.requested} was asked for)"
     sync = verdict(status).value[0].replace("OK", "in sync")
@@ -192,6 +193,8 @@ def head(shown: Snapshot) -> Sequence[str]:
 
 def _totals(shown: Snapshot) -> str:
     parts = []
+    if shown.counts and shown.all("connections") is None:
+        return "measuring: rates come with the next sample"
     if shown.counts or not shown.sample.services:
         parts += [f"conn/s {rate(shown.all('connections'))}", f"packets/s {rate(shown.all('packets'))}"]
         parts += [f"in {size(shown.all('request_bytes'))}/s", f"out {size(shown.all('reply_bytes'))}/s"]

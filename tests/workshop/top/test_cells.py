@@ -157,13 +157,15 @@ def test_trouble_is_shown_and_without_an_agent_only_that() -> None:
     (message,) = cells.trouble(snapshot(gone, gone, gone))
     assert message.startswith("agent 7 is gone since 10:33:44 UTC, 2m5s ago: SIGTERM; what is programmed serves on")
     empty = sample(0, status=None, mode="", trouble="no agent listens at /x")
-    assert cells.head(snapshot(empty, empty, empty))[0] == "nothing is programmed here"
+    assert cells.head(snapshot(empty, empty, empty))[0] == "nothing is programmed here   NOT IN SYNC"
+    assert cells.head(snapshot(gone, gone, gone))[0] == "mode ebpf, as last programmed   NOT IN SYNC"
 
 
 def test_until_the_agent_answers_it_shows_what_the_kernel_has() -> None:
     first = sample(0, service("ns/a", 1), status=None)
     shown = snapshot(first, first, first)
     assert cells.head(shown)[0] == "mode ebpf, as last programmed   asking the agent ..."
+    assert cells.head(shown)[1] == "measuring: rates come with the next sample"
     assert cells.trouble(shown) == []
     assert [row.connections for row in shown.services] == [None]
 
