@@ -124,9 +124,10 @@ class Draining:
         left = self._left[name]
         seconds = time.monotonic() - (left.since or time.monotonic())
         rest = f"; {described(left.flows, 'ends', 'end')} with it" if any(left.flows.values()) else ""
-        self._announce(
-            "Drained", f"mode {name} drained for {seconds:.0f} s; it began with {described(left.first or {})}{rest}"
-        )
+        began = f"drained for {seconds:.0f} s"
+        if left.first is not None:
+            began = f"{began}; it began with {described(left.first)}" if any(left.first.values()) else "had no flow"
+        self._announce("Drained", f"mode {name} {began}{rest}")
         try:
             left.programmer.abandon(left.table)
         except (DataplaneError, OSError) as error:

@@ -122,6 +122,16 @@ def test_a_mode_without_flows_is_said_to_have_none(modes: Draining, left: Mode, 
     assert told[0] == ("Draining", "mode left drains: it has no flows")
 
 
+def test_the_end_of_a_mode_that_had_no_flow_says_so(
+    modes: Draining, left: Mode, ended: list[str], told: list[tuple[str, str]]
+) -> None:
+    left.flows = {"TCP": 0}
+    modes.start("left", TABLE)
+    until(lambda: ended, "its end is found")
+    modes.end("left")
+    assert told[-1] == ("Drained", "mode left had no flow")
+
+
 def test_since_when_it_drains_does_not_change_with_the_next_switch(modes: Draining, left: Mode) -> None:
     modes.start("left", TABLE)
     until(lambda: modes.rows()[0].seconds >= 0.3, "time passes")
