@@ -479,9 +479,15 @@ def test_doctor_is_as_happy_as_the_status(fields: dict[str, object], expected: J
 def test_drops_by_rp_filter_are_as_old_as_they_are() -> None:
     event = msgspec.structs.replace(EVENT, reason="drop_reverse_path", time=WELL.now - 170)
     for lost, said in (({}, "(1, the last 2m50s ago)"), ({"rp_filter": (9, 3)}, "(4, just now)")):
-        facts = msgspec.structs.replace(WELL, events=(event,), lost=lost)
+        facts = msgspec.structs.replace(WELL, events=(event,), lost=lost, reverse_path={"eth0": 1})
         (found,) = (each for each in node_findings(facts) if each.cause == "reverse-path")
         assert said in found.text
+
+
+def test_drops_by_rp_filter_are_over_where_no_interface_is_strict_any_more() -> None:
+    event = msgspec.structs.replace(EVENT, reason="drop_reverse_path", time=WELL.now - 170)
+    facts = msgspec.structs.replace(WELL, events=(event,), reverse_path={"eth0": 2})
+    assert [each for each in node_findings(facts) if each.cause == "reverse-path"] == []
 
 
 SICK = Ejection("shop/web:http", A, ejected=True, seconds=8.0, state="ejected for 8 s: 3 refused")

@@ -285,7 +285,7 @@ def _reverse_path(facts: NodeFacts) -> Finding:
     strict = sorted(name for name, value in facts.reverse_path.items() if value == 1)
     times = [row.time for row in facts.events if row.reason == "drop_reverse_path"]
     now = facts.lost.get("rp_filter", (0, 0))[1]
-    if times or now:
+    if now or (times and strict):
         when = "just now" if now else f"the last {ago(facts.now - max(times))}"
         text = f"rp_filter drops packets ({len(times) + now}, {when}): the route back is by another interface"
         todo = "correct the route, or set net.ipv4.conf.*.rp_filter to 2 where two ways are meant"
