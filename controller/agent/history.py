@@ -131,17 +131,17 @@ class History:
 
     def nat(self, now: Iterable[Taken] | None) -> None:
         """Remember which NAT of other programs for addresses of Services came or went; None: nobody has looked yet."""
-        known = self._nat if now is None else {str(each): each.service for each in now}
+        if now is None:
+            return
+        known = {str(each): each.service for each in now}
         before, self._nat = known if self._nat is None else self._nat, known
-        for word, level in (("came", logging.WARNING), ("gone", logging.INFO)):
-            for what in sorted((known or {}).keys() - (before or {})):
-                self.record("node", f"{word}: {what}", "the kernel", (known or {})[what])
-                log.log(level, "%s: %s", word, what)
-            before, known = known, before
+        for word, those, others in (("came", known, before), ("gone", before, known)):
+            for what in sorted(those.keys() - others):
+                self._of_kernel([f"{word}: {what}"], worse=word == "came", service=those[what])
 
-    def _of_kernel(self, whats: list[str], *, worse: bool) -> None:
+    def _of_kernel(self, whats: list[str], *, worse: bool, service: str = "") -> None:
         for what in whats[:MOST_ROWS]:
-            self.record("node", what, "the kernel")
+            self.record("node", what, "the kernel", service)
         if whats:
             log.log(logging.WARNING if worse else logging.INFO, "%s", some(whats, "; "))
 
