@@ -76,7 +76,7 @@ def _lines_without_agent(status: p.NoAgentStatus) -> Iterator[str]:
         yield from _detail_lines("last sync failed", [status.error])
     yield from _detail_lines("NOT PROGRAMMED", [f"{one.entry}: {one.reason}" for one in status.unprogrammed])
     for problem in status.problems:
-        yield from _detail_lines("left out" if problem.in_use else "refused", [problem.text])
+        yield from _detail_lines(problem.label, [problem.text])
     for name, found in status.programmed.items():
         what = f"{several(found.service_ports, 'service port')} as last programmed"
         what = what if found.service_ports else "no new connection; open ones go on if it drains"

@@ -195,11 +195,11 @@ def raise_it(rows: Sequence[Unprogrammed]) -> str:
 
 
 def _object_troubles(status: AgentStatus) -> Iterator[Trouble]:
-    for label, what, in_use in (("refused", "refused", False), ("left out", "used without a part", True)):
-        if details := [problem.text for problem in status.problems if problem.in_use is in_use]:
-            said = [problem.report for problem in status.problems if problem.in_use is in_use]
-            yield Trouble("objects", "refused-objects", f"{_many(details, 'object')} {what}", label, details,
-                          todo="correct the object, or the file", said=said)  # fmt: skip
+    for label, what in (("unreadable", "file"), ("refused", "object"), ("left out", "object")):
+        if those := [problem for problem in status.problems if problem.label == label]:
+            text = f"{_many(those, what)} {'used without a part' if label == 'left out' else label}"
+            yield Trouble("objects", "refused-objects", text, label, [each.text for each in those],
+                          todo=f"correct the {what}", said=[each.report for each in those])  # fmt: skip
     if status.node_faults:
         what, todo = _many(status.node_faults, "fact of this node", "facts of this node"), "correct it, or the setting"
         yield Trouble("node", "node-faults", f"{what} missing or wrong", "node", status.node_faults, todo=todo)

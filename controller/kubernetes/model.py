@@ -189,9 +189,13 @@ class Problem(msgspec.Struct, frozen=True):
         return self.message if not self.where or self.where in self.message else f"{self.message} ({self.where})"
 
     @property
+    def label(self) -> str:
+        return "left out" if self.in_use else "unreadable" if self.kind == "File" else "refused"
+
+    @property
     def report(self) -> str:
-        """The text, and that the object is refused."""
-        return self.text if self.in_use else f"refused: {self.text}"
+        """The text, and that the object is refused, or its file unreadable."""
+        return self.text if self.in_use else f"{self.label}: {self.text}"
 
     @property
     def service(self) -> str:

@@ -205,6 +205,16 @@ def test_nat_of_another_program_is_told_with_its_rule_and_with_what_to_do_where_
     assert (first, what) == ("OK", f"  warning: {said}; how often is not counted")
 
 
+def test_a_file_that_is_no_yaml_is_no_object() -> None:
+    spoilt, refused = Problem("File", "a.yaml", "a.yaml: line 4 is no YAML"), Problem("Service", "a/b", "0 is no port")
+    first, *others = lines(agent_status(problems=[spoilt, refused]), Screen(), NOW)
+    assert first == "DEGRADED: 1 file is unreadable; 1 object is refused"
+    assert others[:4] == [
+        "  unreadable: a.yaml: line 4 is no YAML", "    → correct the file",
+        "  refused: 0 is no port", "    → correct the object",
+    ]  # fmt: skip
+
+
 # fmt: off
 ONE_TROUBLE = (
     pytest.param({"error": "boom"},                                      Verdict.NOT_IN_SYNC, id="a-failed-sync"),
