@@ -237,5 +237,5 @@ $(STAMPS)/agent: pyproject.toml setup.py $(wildcard dataplane/kernel/*_build.py)
 	@touch $@
 
 $(STAMPS)/venv: $(STAMPS)/agent
-	@$(call step,pip      the development tools (about a minute),$(PYTHON) -m pip install --upgrade 'pip>=25.1' && $(PYTHON) -m pip install --group dev --editable '.[workshop]')
+	@$(call step,pip      the development tools (about a minute),$(PYTHON) -m pip install --upgrade 'pip>=25.1' && $(PYTHON) -m pip install --group dev --editable '.[workshop,auth-provider]')
 	@touch $@

@@ -254,7 +254,7 @@ def _text(found: _Found, path: Path) -> str:
 
 def _authorized(access: Access, found: _Found, user: _User, cluster: dict[str, Any]) -> Access:
     """The access with the user's credentials: of an `auth-provider`, else a token, a program's, or a password."""
-    if user.auth_provider is not None and (provided := _of_provider(access, found, user.auth_provider)):
+    if user.auth_provider is not None and (provided := _of_provider(access, found, user, user.auth_provider)):
         return provided
     token = user.token or (user.token_file and _text(found, found.folder / user.token_file))
     if token:
@@ -328,14 +328,20 @@ def _run(plugin: _Plugin, folder: Path, cluster: dict[str, Any]) -> _Given:
     return answer.status
 
 
-def _of_provider(access: Access, found: _Found, provider: _Provider) -> Access | None:
+def _of_provider(access: Access, found: _Found, user: _User, provider: _Provider) -> Access | None:
     """Have the official client get or renew the token of an `auth-provider` (gcp, oidc). It is not written back.
 
     Raises:
-        SourceError: it could not.
+        SourceError: it could not, or is not installed.
     """
-    from kubernetes.client.configuration import Configuration
-    from kubernetes.config.kube_config import KubeConfigLoader
+    of = f"kubeconfig {found.path}: auth-provider {provider.name}"
+    try:
+        from kubernetes.client.configuration import Configuration
+        from kubernetes.config.kube_config import KubeConfigLoader
+    except ModuleNotFoundError:
+        if user.token or user.token_file or user.exec:
+            return None
+        raise SourceError(f"{of} needs the extra `auth-provider`: `pip install 'WHEEL[auth-provider]'`") from None
 
     # The user has nothing else, so that the client writes no file and names no other secret in an error.
     alone = {
@@ -350,7 +356,7 @@ def _of_provider(access: Access, found: _Found, provider: _Provider) -> Access |
         loader.load_and_set(into)
     except Exception as error:  # whatever an odd file makes it stumble over
         what = str(error).partition("\n")[0].partition(". ")[0]
-        raise SourceError(f"kubeconfig {found.path}: auth-provider {provider.name}: {what}") from None
+        raise SourceError(f"{of}: {what}") from None
     expiry: datetime | None = getattr(loader, "expiry", None)
     token: str | None = into.api_key.get("BearerToken")
     expires = None if expiry is None else expiry.timestamp()

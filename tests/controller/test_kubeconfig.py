@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from hybrid_proxy.controller.errors import SourceError
 from hybrid_proxy.controller.kubernetes import connection
 from hybrid_proxy.controller.kubernetes import kubeconfig as kubeconfigs
 from hybrid_proxy.controller.kubernetes.connection import Connection
@@ -56,6 +57,14 @@ def plugin(folder: Path, script: str, **more: Any) -> dict[str, Any]:
 )
 def test_who_we_are(user: Callable[[Path], dict[str, Any]], authorization: str, tmp_path: Path) -> None:
     assert of_user(tmp_path, user(tmp_path)).authorization == authorization
+
+
+def test_a_provider_without_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "kubernetes.client.configuration", None)
+    provider = {"auth-provider": {"name": "gcp", "config": {"access-token": "g"}}}
+    with pytest.raises(SourceError, match=r"auth-provider gcp needs .* `pip install 'WHEEL\[auth-provider\]'`"):
+        of_user(tmp_path, provider)
+    assert of_user(tmp_path, {**provider, "token": "t"}).authorization == "Bearer t"
 
 
 def test_a_program_is_told_its_variables_and_the_cluster(tmp_path: Path) -> None:
