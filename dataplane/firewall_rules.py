@@ -31,34 +31,38 @@ _IDLE: Final = frozenset({"ip", "ip6", "th", "meta"})
 
 
 class Rule(msgspec.Struct, frozen=True):
-    """A rule of another program that drops, rejects or redirects packets, or the policy of a base chain that drops.
-
-    `hooks` lead to it; `packets` were counted, where it counts; it sends packets `away`, or drops them. `pod` has the
-    addresses of the pod whose rule it is, if it is not the node's.
-    """
+    """A rule of another program that drops, rejects or redirects packets, or a base chain's policy that drops."""
 
     table: str
     chain: str
-    hooks: tuple[str, ...]
+    hooks: tuple[str, ...]  # of the kernel's that lead to it
     text: str
-    packets: int | None = None
-    away: bool = False
-    pod: tuple[str, ...] = ()
+    packets: int | None = None  # that it counted; None: it has no counter
+    away: bool = False  # it redirects packets
+    pod: tuple[str, ...] = ()  # addresses of the pod whose rule it is; none: the node's
 
     def __str__(self) -> str:
         return f"`{self.text}` in chain {self.chain} of table {self.table}"
 
 
 class Taken(msgspec.Struct, frozen=True):
-    """An address of a Service, and the rule of another program that sends packets to it elsewhere."""
+    """A rule of another program that takes an address of a Service."""
 
     service: str
     address: str
     rule: Rule
 
     def __str__(self) -> str:
-        whose = "kube-proxy" if self.rule.chain.startswith("KUBE-") else "another program"
-        return f"{whose}'s NAT sends packets to {self.address} ({self.service}) elsewhere: {self.rule}"
+        return f"{self._whose} sends packets to {self.address} ({self.service}) elsewhere: {self.rule}"
+
+    @property
+    def brief(self) -> str:
+        """Names what it is about before its rule, which may be long."""
+        return f"{self._whose} for {self.address} in table {self.rule.table} {self.rule.chain}: `{self.rule.text}`"
+
+    @property
+    def _whose(self) -> str:
+        return f"{'kube-proxy' if self.rule.chain.startswith('KUBE-') else 'another program'}'s NAT"
 
 
 class _Chain(msgspec.Struct):

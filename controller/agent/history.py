@@ -133,9 +133,9 @@ class History:
         """Remember which NAT of other programs for addresses of Services came or went; None: nobody has looked yet."""
         if now is None:
             return
-        known = {str(each): each.service for each in now}
+        known = {each.brief: each.service for each in now}
         before, self._nat = known if self._nat is None else self._nat, known
-        for word, those, others in (("came", known, before), ("gone", before, known)):
+        for word, those, others in (("gone", before, known), ("came", known, before)):
             for what in sorted(those.keys() - others):
                 self._of_kernel([f"{word}: {what}"], worse=word == "came", service=those[what])
 

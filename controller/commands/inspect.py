@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 import msgspec
 
 from hybrid_proxy.controller.commands import listings, terminal
-from hybrid_proxy.controller.commands.columns import Column
+from hybrid_proxy.controller.commands.columns import Cell, Column
 from hybrid_proxy.controller.commands.command import (
     Command,
     add_admin,
@@ -33,7 +33,7 @@ from hybrid_proxy.dataplane.errors import DataplaneError
 from hybrid_proxy.dataplane.kernel.links import read_node
 from hybrid_proxy.dataplane.mode import Options, ProbePacket
 from hybrid_proxy.dataplane.options import EbpfOptions
-from hybrid_proxy.dataplane.reports import ExplainAnswer, ExplainStep, FlowRow, some
+from hybrid_proxy.dataplane.reports import ExplainAnswer, ExplainStep, FlowRow, clock, some
 from hybrid_proxy.dataplane.table import NODE_PORT, Protocol, family_of, socket_text
 
 if TYPE_CHECKING:
@@ -66,6 +66,7 @@ class _Found(NamedTuple):
 
 
 _Read = Callable[["Programmed", argparse.Namespace], _Found]
+_Status = p.AgentStatus | p.NoAgentStatus
 
 
 def _read(args: argparse.Namespace, read: _Read) -> _Found:
@@ -177,12 +178,38 @@ def _show_modes(args: argparse.Namespace) -> int:
     return 0
 
 
+def _watch_status(args: argparse.Namespace) -> int:
+    """Print the verdict, and again whenever it or what is wrong changes, until Ctrl-C."""
+    from hybrid_proxy.controller.commands.status import judged
+    from hybrid_proxy.controller.commands.views import agent_at
+
+    def followed() -> Iterator[_Status]:
+        before = None
+        while True:
+            status = agent_at(args.admin_socket, args.pin_root).known()
+            if (now := judged(status)) != before:
+                yield status
+            before = now
+            time.sleep(WATCH_SECONDS)
+
+    columns = (
+        Column[_Status]("TIME", lambda _: clock(time.time())),
+        Column[_Status]("VERDICT", lambda status: Cell(*judged(status)[0].value), least=len("NOT IN SYNC")),
+        Column[_Status]("WHAT", lambda status: judged(status)[1], wrap=True, least=40),
+    )
+    with contextlib.suppress(KeyboardInterrupt):
+        terminal.print_stream(args, columns, followed())
+    return 0
+
+
 def _show_status(args: argparse.Namespace) -> int:
     """The status; the exit code is 1 where no agent answers, and with --exit-code where the node is not in sync."""
     from hybrid_proxy.controller.commands import status as text
     from hybrid_proxy.controller.commands.troubles import Verdict
     from hybrid_proxy.controller.commands.views import agent_at
 
+    if args.watch:
+        return _watch_status(args)
     status = agent_at(args.admin_socket, args.pin_root).known()
     if isinstance(status, p.AgentStatus):
         with contextlib.suppress(ControllerError, DataplaneError, OSError):  # a mode may end while it is read
@@ -352,6 +379,8 @@ def _status_arguments(parser: argparse.ArgumentParser) -> None:
     text = "exit with 1 if the verdict is NOT IN SYNC, also while the agent starts, or, with `degraded`, DEGRADED"
     choices = ("not-in-sync", "degraded")
     parser.add_argument("--exit-code", nargs="?", const=choices[0], choices=choices, help=text)
+    text = "print the verdict, and again whenever it changes, until Ctrl-C"
+    parser.add_argument("-w", "--watch", action="store_true", help=text)
     _common_arguments(parser)
 
 

@@ -292,7 +292,11 @@ def nat_trouble(one: Taken) -> Trouble:
     mark: Mark = "warning" if one.rule.packets is None else "problem" if one.rule.packets else "ok"
     found = Trouble("NAT", "foreign-nat", f"NAT takes {one.address} ({one.service})", "NAT",
                     [f"{one}; {so_far(one.rule)}"], mark=mark, todo=no_nat(one.rule))  # fmt: skip
-    return found if mark == "problem" else found._replace(reason="", label=mark, verdict=Verdict.OK)
+    return (
+        found
+        if mark == "problem"
+        else found._replace(reason="", label="note" if mark == "ok" else mark, verdict=Verdict.OK)
+    )
 
 
 def so_far(rule: Rule) -> str:

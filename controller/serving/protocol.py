@@ -211,7 +211,7 @@ class AgentStatus(msgspec.Struct, kw_only=True, frozen=True):
         refused_external_ips: By service, which of its external IPs are not served, and why.
         configuration: The configuration in effect.
         other_proxies: Warnings about other proxies on this node.
-        foreign_nat: Rules of other programs that redirect packets to addresses of Services.
+        foreign_nat: NAT of other programs for addresses of Services.
         health_checks: The health-check node ports of load balancers, and the agent's own pages.
         conntrack: The kernel's table of flows; null where it is not loaded.
         requests: Requests to the API server by their answer.

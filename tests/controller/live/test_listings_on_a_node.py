@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import shlex
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -161,6 +162,24 @@ def test_status_begins_with_a_verdict_and_names_the_agent(node: Lab) -> None:
     assert first.startswith(("OK", "DEGRADED: "))
     assert any(f"agent {status['version']}, PID {status['pid']}" in line for line in others)
     assert Path(f"/proc/{status['pid']}").is_dir()
+
+
+def test_watching_the_status_prints_a_verdict_when_it_is_another(node: Lab) -> None:
+    output, spoilt = node.folder / "status.out", node.folder / "manifests" / "spoilt.yaml"
+    argv = [sys.executable, "-m", "hybrid_proxy.controller", "status", "-w"]
+    with output.open("w") as written:
+        watching = node.start("node", argv, output=written, errors=subprocess.STDOUT)
+    try:
+        until(lambda: "OK" in output.read_text() or "DEGRADED" in output.read_text(), "the first verdict", 30)
+        before = output.read_text()
+        spoilt.write_text("kind: [")
+        until(lambda: "1 file is unreadable" in output.read_text(), "the other one", 30)
+    finally:
+        spoilt.unlink(missing_ok=True)
+        watching.send_signal(signal.SIGINT)
+    assert watching.wait(30) == 0
+    assert before.split()[:3] == ["TIME", "VERDICT", "WHAT"]
+    assert len(before.splitlines()) == 2, "it is printed once"
 
 
 def test_no_color_leaves_no_escape_sequence(node: Lab) -> None:
