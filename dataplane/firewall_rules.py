@@ -53,16 +53,9 @@ class Taken(msgspec.Struct, frozen=True):
     rule: Rule
 
     def __str__(self) -> str:
-        return f"{self._whose} sends packets to {self.address} ({self.service}) elsewhere: {self.rule}"
-
-    @property
-    def brief(self) -> str:
-        """Names what it is about before its rule, which may be long."""
-        return f"{self._whose} for {self.address} in table {self.rule.table} {self.rule.chain}: `{self.rule.text}`"
-
-    @property
-    def _whose(self) -> str:
-        return f"{'kube-proxy' if self.rule.chain.startswith('KUBE-') else 'another program'}'s NAT"
+        whose, rule = "kube-proxy" if self.rule.chain.startswith("KUBE-") else "another program", self.rule
+        place = f"chain {rule.chain} of table {rule.table}"  # before the rule, which may be long
+        return f"{whose}'s NAT sends packets to {self.address} ({self.service}) elsewhere, in {place}: `{rule.text}`"
 
 
 class _Chain(msgspec.Struct):

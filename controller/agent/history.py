@@ -133,7 +133,7 @@ class History:
         """Remember which NAT of other programs for addresses of Services came or went; None: nobody has looked yet."""
         if now is None:
             return
-        known = {each.brief: each.service for each in now}
+        known = {str(each): each.service for each in now}
         before, self._nat = known if self._nat is None else self._nat, known
         for word, those, others in (("gone", before, known), ("came", known, before)):
             for what in sorted(those.keys() - others):

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 import msgspec
 
 from hybrid_proxy.controller.commands import listings, terminal
-from hybrid_proxy.controller.commands.columns import Cell, Column
+from hybrid_proxy.controller.commands.columns import Column
 from hybrid_proxy.controller.commands.command import (
     Command,
     add_admin,
@@ -66,7 +66,6 @@ class _Found(NamedTuple):
 
 
 _Read = Callable[["Programmed", argparse.Namespace], _Found]
-_Status = p.AgentStatus | p.NoAgentStatus
 
 
 def _read(args: argparse.Namespace, read: _Read) -> _Found:
@@ -183,22 +182,16 @@ def _watch_status(args: argparse.Namespace) -> int:
     from hybrid_proxy.controller.commands.status import judged
     from hybrid_proxy.controller.commands.views import agent_at
 
-    def followed() -> Iterator[_Status]:
-        before = None
+    shown = ""
+    with contextlib.suppress(KeyboardInterrupt):
         while True:
             status = agent_at(args.admin_socket, args.pin_root).known()
-            if (now := judged(status)) != before:
-                yield status
-            before = now
+            if (now := judged(status)) != shown and args.output in ("json", "yaml"):
+                print(terminal.encoded(args.output, status, lines=True), flush=True)
+            elif now != shown:
+                terminal.say(f"{clock(time.time())}  {now}")
+            shown = now
             time.sleep(WATCH_SECONDS)
-
-    columns = (
-        Column[_Status]("TIME", lambda _: clock(time.time())),
-        Column[_Status]("VERDICT", lambda status: Cell(*judged(status)[0].value), least=len("NOT IN SYNC")),
-        Column[_Status]("WHAT", lambda status: judged(status)[1], wrap=True, least=40),
-    )
-    with contextlib.suppress(KeyboardInterrupt):
-        terminal.print_stream(args, columns, followed())
     return 0
 
 

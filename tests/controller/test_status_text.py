@@ -196,8 +196,8 @@ def nat(packets: int | None) -> Taken:
 
 
 def test_nat_of_another_program_is_told_with_its_rule_and_with_what_to_do_where_it_counted() -> None:
-    there = "`ip daddr 10.96.0.9 tcp dport 80 dnat to 192.0.2.9:80` in chain c of table inet x"
-    said = f"another program's NAT sends packets to 10.96.0.9 (a/b) elsewhere: {there}"
+    rule = "chain c of table inet x: `ip daddr 10.96.0.9 tcp dport 80 dnat to 192.0.2.9:80`"
+    said = f"another program's NAT sends packets to 10.96.0.9 (a/b) elsewhere, in {rule}"
     first, what, todo, *_ = lines(agent_status(foreign_nat=[nat(packets=3)]), Screen(), NOW)
     assert first == "DEGRADED: NAT takes 10.96.0.9 (a/b)"
     assert (what, todo[:12]) == (f"  NAT: {said}; 3 packets so far", "    → delete")
