@@ -112,7 +112,7 @@ class Answers:
         match request:
             case p.GetStatus():
                 return p.StatusAnswer(self._status())
-            case p.GetNames(nodes):
+            case p.GetNames(endpoints):
                 return p.NamesAnswer(
                     mode=self.mode.choice.effective,
                     draining=sorted(self.mode.draining.names),
@@ -122,7 +122,7 @@ class Answers:
                     without_backend=self.syncer.builder.lacks,
                     left_to_node=dict(self.syncer.builder.table.left_to_node),
                     node_ports_at=list(self.syncer.builder.table.node.node_port_addresses),
-                    nodes=self.syncer.cluster.nodes_of_endpoints() if nodes else {},
+                    endpoints=self.syncer.cluster.endpoints() if endpoints else {},
                 )
             case p.GetTraffic():
                 each = (programmer, *self.mode.draining.programmers)  # at most one of them counts
@@ -189,6 +189,10 @@ class Answers:
                 answer.steps.append(ExplainStep("table", answer.reason))
         return answer
 
+    def node_faults(self) -> tuple[str, ...]:
+        """Describes what is missing or wrong about this node's objects."""
+        return self.syncer.builder.node_faults(self.syncer.cluster, needs_node=self.source.connection is not None)
+
     def _missing_for(self, mode: str) -> str:
         """Returns why the mode could not serve the current table; empty: it could."""
         try:
@@ -244,7 +248,7 @@ class Answers:
                 kinds=source.states(),
             ),
             problems=list(cluster.problems.values()),
-            node_faults=list(builder.node_faults(cluster, needs_node=source.connection is not None)),
+            node_faults=list(self.node_faults()),
             lost_routes=[r for r in sorted(self.history.lost) if not links.next_hop(links.ELSEWHERE["::/0" in r])],
             cut=self.history.cut,
             left_to_node=dict(builder.table.left_to_node),

@@ -10,7 +10,7 @@ import logging
 import os
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from itertools import chain
 from pathlib import Path
 from typing import Final
@@ -74,7 +74,7 @@ class History:
         self._failed = False
         self._facts: dict[str, Mapping[str, str]] = {}
         self._held: frozenset[str] | None = None  # addresses and routes of this node; None: not read yet
-        self._nat: Mapping[str, str] | None = None  # of other programs, with whose address it takes
+        self._lasting: dict[str, Mapping[str, str]] = {"faults": {}}  # what was so at the last call, and its Service
         self._came: dict[str, float] = {}  # when each of them came
         self.lost = set[str]()  # of these the default routes that it had, and has no other instead
         self.cut: list[str] = []  # interfaces that are down, with which some of them went
@@ -133,24 +133,32 @@ class History:
         """Remember which NAT of other programs for addresses of Services came or went; None: nobody has looked yet."""
         if now is None:
             return
-        known = {str(each): each.service for each in now}
-        before, self._nat = known if self._nat is None else self._nat, known
-        for word, those, others in (("gone", before, known), ("came", known, before)):
-            for what in sorted(those.keys() - others):
-                self._of_kernel([f"{word}: {what}"], worse=word == "came", service=those[what])
+        self._last("nat", {str(each): each.service for each in now}, "came: ", "gone: ")
 
-    def _of_kernel(self, whats: list[str], *, worse: bool, service: str = "") -> None:
+    def faults(self, now: Iterable[str]) -> None:
+        """Remember what is missing or wrong about this node's objects, and when that is over."""
+        self._last("faults", dict.fromkeys(now, ""), "", "is over: ", by="the Node")
+
+    def _last(self, of: str, now: Mapping[str, str], began: str, ended: str, by: str = "the kernel") -> None:
+        before, self._lasting[of] = self._lasting.get(of, now), now
+        for word, those, others in ((ended, before, now), (began, now, before)):
+            for what in sorted(those.keys() - others):
+                self._of_kernel([f"{word}{what}"], worse=those is now, service=those[what], by=by)
+
+    def _of_kernel(self, whats: list[str], *, worse: bool, service: str = "", by: str = "the kernel") -> None:
         for what in whats[:MOST_ROWS]:
-            self.record("node", what, "the kernel", service)
+            self.record("node", what, by, service)
         if whats:
             log.log(logging.WARNING if worse else logging.INFO, "%s", some(whats, "; "))
 
     def programmed(
-        self, table: ServiceTable, zone: str = "", objects: Mapping[str, tuple[Service, Service | None]] | None = None
-    ) -> list[ChangeRow]:
+        self, table: ServiceTable, zone: str = "", objects: Mapping[str, tuple[Service, Service | None]] | None = None,
+        ends: Callable[[str], Collection[str]] = lambda _: (),
+    ) -> list[ChangeRow]:  # fmt: skip
         """Remember what distinguishes a table from the one before; of this agent's first one, nothing.
 
-        `objects` are Services that were changed since, as they were and as they are. Returns the rows about Services.
+        `objects` are Services that were changed since, as they were and as they are; `ends` returns the endpoints that
+        a Service's slices name. Returns the rows about Services.
         """
         found: list[ChangeRow] = []
         before, self._table, word, self.word = self._table, table, self.word, ""
@@ -161,7 +169,7 @@ class History:
         if moved:
             word = f"zone {zone or 'none'} of this node"
         for what in change_of_node(before.node, table.node) if table.node != before.node else ():
-            self.record("node", what, word or ADDRESSES)
+            self.record("node", what, word or ("ServiceCIDR" if "ServiceCIDR" in what else ADDRESSES))
         left = {owner for _, owner in before.left_to_node.items() ^ table.left_to_node.items()}
         names = changed_services(before, table) | objects.keys()
         for number, name in enumerate(names):
@@ -171,7 +179,7 @@ class History:
                 break
             was, new = before.services.get(name, ()), table.services.get(name, ())
             by = word or ADDRESSES * (name in left)
-            for row in change_of(name, was, new, now, by, objects.get(name, (None, None))):
+            for row in change_of(name, was, new, now, by, objects.get(name, (None, None)), ends(name)):
                 self._add(row)
                 found.append(row)
         return found

@@ -295,6 +295,7 @@ class Agent:
                 if len(self.mode.programmer.unprogrammed) != len(self.notebook.unprogrammed):
                     self._report_unprogrammed()
                 self.syncer.flush_log()
+                self.history.faults(self.answers.node_faults())
                 self._trim_memory()
                 self.notebook.update()
 
@@ -333,7 +334,8 @@ class Agent:
             self._first_sync_done(at_start=at_start)
         node = self.syncer.cluster.node
         former = self.syncer.cluster.take_former()
-        rows = self.history.programmed(self.syncer.builder.table, node.zone if node else "", former)
+        ends = self.syncer.cluster.addresses_of
+        rows = self.history.programmed(self.syncer.builder.table, node.zone if node else "", former, ends)
         self.syncer.flush_log(rows)
         self._report_unprogrammed()
         self._announcements.external_ips(self.syncer.builder.external_ips)

@@ -281,6 +281,7 @@ class _SyncLog:
     rows: list[ChangeRow] = field(default_factory=list)  # of what differs
     before: dict[str, tuple[Entry, ...]] = field(default_factory=dict)  # what differs, as the log knows it; (): is new
     table: ServiceTable = EMPTY
+    lost: set[str] = field(default_factory=set)  # service ports that were logged as without a backend
     known: frozenset[tuple[str, str]] = frozenset()  # conflicts that were logged: the service that lost, and a message
 
     def conflicts(self, found: Mapping[str, Iterable[str]]) -> None:
@@ -322,8 +323,9 @@ class _SyncLog:
         empty = _empty(self.table.services.get(name) for name, entries in self.before.items() if entries)
         if lost := empty - former:
             log.warning("without a backend: %s", some(sorted(lost)))
-        if over := former - empty:
+        if over := (former - empty) & self.lost:  # what never had one says that it has one now
             log.info("no longer without a backend: %s", some(sorted(over)))
+        self.lost = (self.lost - over) | lost
         self.next_at = now + LOG_SECONDS
         self.before.clear()
         self.syncs.clear()

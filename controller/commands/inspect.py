@@ -71,8 +71,10 @@ _Read = Callable[["Programmed", argparse.Namespace], _Found]
 def _read(args: argparse.Namespace, read: _Read) -> _Found:
     from hybrid_proxy.controller.commands.views import programmed
 
-    draining, nodes = args.command == "flows", args.command == "backends" and args.output != "text"
-    with contextlib.closing(programmed(args.admin_socket, args.pin_root, draining=draining, nodes=nodes)) as here:
+    draining, endpoints = args.command == "flows", args.command == "backends"
+    with contextlib.closing(
+        programmed(args.admin_socket, args.pin_root, draining=draining, endpoints=endpoints)
+    ) as here:
         found = read(here, args)
     return found._replace(notes=[here.note, *found.notes]) if here.note else found
 
@@ -93,11 +95,21 @@ def _backends(here: Programmed, args: argparse.Namespace) -> _Found:
     asked = here.asked(args.service, args.namespace)
     rows = [row for row in here.backends(asked.service if here.agent else None) if asked.has(row.service)]
     states = {(row.service, row.address): row.state for row in here.agent.ejections} if here.agent else {}
+    ends = {
+        (service, end.address): end
+        for service, those in (here.agent.endpoints if here.agent else {}).items() if asked.of(service) for end in those
+    }  # fmt: skip
+    unready = {of: end for of, end in ends.items() if not end.ready}
     for row in rows:  # the agent knows until when one is ejected, and why
         row.state = states.get((row.service or "", row.address), row.state)
-        row.node = here.agent.nodes.get(row.address.rpartition(":")[0].strip("[]")) if here.agent else None
+        of = (row.service or "").partition(":")[0], row.address.rpartition(":")[0].strip("[]")
+        row.node = ends[of].node if of in ends else None
+        if (out := unready.pop(of, None)) and not row.used:
+            row.state = f"in no backend set: it is {'terminating' if out.terminating else 'not ready'}"
     blind = sorted({row.mode for row in rows if row.failures is None})
     notes = [f"mode {mode} does not see whether connections to backends fail; {TRIES}" for mode in blind]
+    if away := [f"{address} of {service}" for service, address in sorted(unready)]:
+        notes.insert(0, f"not ready: {some(away)}")
     return _Found(rows, listings.backend_columns(rows), notes)
 
 

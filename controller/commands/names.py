@@ -36,6 +36,10 @@ class Asked(NamedTuple):
     service: str | None = None
     namespace: str | None = None
 
+    def of(self, service: str) -> bool:
+        """Return whether a Service (`namespace/name`) is one that was asked for, or has a port that was."""
+        return self.has(service) or (self.service or "").partition(":")[0] == service
+
     def has(self, name: str | None) -> bool:
         """Return whether a service port, by its name, is one that was asked for."""
         if self.service is None and self.namespace is not None:

@@ -210,7 +210,7 @@ def frontends(rows: Iterable[ServiceRow]) -> dict[conntrack.Key, str | None]:
 
 
 def programmed(
-    admin_socket: str, pin_root: str | None = None, *, draining: bool = False, nodes: bool = False
+    admin_socket: str, pin_root: str | None = None, *, draining: bool = False, endpoints: bool = False
 ) -> Programmed:
     """Read what the running agent's mode has programmed, or without an agent any mode.
 
@@ -218,14 +218,14 @@ def programmed(
         admin_socket: where the agent listens, as `--admin-socket`.
         pin_root: folder of the pins, None: as the agent says, or found.
         draining: include modes that drain.
-        nodes: have the agent say where endpoints are.
+        endpoints: have the agent say what EndpointSlices say of endpoints.
 
     Raises:
         ControllerError: nothing is programmed in this network namespace, or the agent answers with an error.
         DataplaneError: it cannot be read.
     """
     try:
-        agent = ask(admin_socket, p.GetNames(nodes), p.NamesAnswer, FIRST_SECONDS)
+        agent = ask(admin_socket, p.GetNames(endpoints), p.NamesAnswer, FIRST_SECONDS)
     except UnansweredError as error:
         here = as_left(admin_socket, pin_root, error)
     else:

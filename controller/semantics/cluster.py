@@ -140,10 +140,16 @@ class Cluster:
     def slices_of(self, service: str) -> Collection[model.EndpointSlice]:
         return self._of_service.get(service, {}).values()
 
-    def nodes_of_endpoints(self) -> dict[str, str]:
-        """Returns the node of each endpoint's address, as far as EndpointSlices name it."""
-        slices = (each for known in self._of_service.values() for each in known.values())
-        return {end.address: end.node for each in slices for end in each.endpoints if end.node}
+    def addresses_of(self, service: str) -> set[str]:
+        """Returns its endpoints, whatever their condition."""
+        return {end.address for each in self.slices_of(service) for end in each.endpoints}
+
+    def endpoints(self) -> dict[str, list[model.Endpoint]]:
+        """Returns the endpoints of each Service, whatever their condition."""
+        return {
+            service: [end for each in known.values() for end in each.endpoints]
+            for service, known in self._of_service.items()
+        }
 
     @property
     def node(self) -> model.Node | None:

@@ -20,6 +20,7 @@ NAMED: Final = 8  # endpoints in a row
 OTHERS: Final = "many Services at once"
 ADDRESSES: Final = "its addresses and routes"  # of this node
 NOT_SERVED: Final = "not served now"
+NOT_READY: Final = "not ready"
 LEFT_OUT: Final = "serving, but no new connections from here"  # by a policy, or because they end
 CUT: Final = " is down, and what led by it is gone"  # after the name of an interface
 GONE: Final = " puts it back"  # after the command that adds what is gone
@@ -75,7 +76,7 @@ class ChangeRow(msgspec.Struct, kw_only=True, frozen=True):
     def description(self) -> str:
         """Describes what happened."""
         those = self.ready or self.gone
-        word = self.what or ("ready" if self.ready else "no longer")
+        word = self.what or ("ready" if self.ready else "removed")
         return f"{word}: {_counted(those)}" if those else self.what
 
 
@@ -120,11 +121,12 @@ def folded(rows: Iterable[ChangeRow]) -> list[ChangeRow]:
 
 def change_of(
     name: str, before: tuple[Entry, ...], after: tuple[Entry, ...], at: float, by: str,
-    objects: tuple[Service | None, Service | None] = (None, None),
+    objects: tuple[Service | None, Service | None] = (None, None), there: Collection[str] = (),
 ) -> list[ChangeRow]:  # fmt: skip
     """Returns a row for each thing that is different about a Service in two tables, in order.
 
-    `by` is a cause that its own objects are not; `objects` are the Service as the API had it, and as it has it.
+    `by` is a cause that its own objects are not; `objects` are the Service as the API had it, and as it has it; `there`
+    are the endpoints that its slices name now, ready or not.
     """
 
     def row(what: str, source: str, ready: Collection[str] = (), gone: Collection[str] = ()) -> ChangeRow:
@@ -144,7 +146,8 @@ def change_of(
     (was, had), (now, has) = _endpoints(before), _endpoints(after)
     if (was, had) != (now, has) and by != ADDRESSES:  # an address that is not served any more had endpoints
         rows += [row(what, "EndpointSlice") for what in _moved(before, after)]
-        rows += [row("", "EndpointSlice", gone=had - has)] * bool(had - has)
+        for what, gone in ((NOT_READY, (had - has).intersection(there)), ("", (had - has).difference(there))):
+            rows += [row(what, "EndpointSlice", gone=gone)] * bool(gone)
         rows += [row(LEFT_OUT, "EndpointSlice", gone=was & has - now)] * bool(was & has - now)
         rows += [row(LEFT_OUT, "EndpointSlice", ready=has - had - now)] * bool(has - had - now)
         rows += [row("", "EndpointSlice", ready=now - was)] * bool(now - was)

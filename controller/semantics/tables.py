@@ -45,6 +45,7 @@ class Builder:
         self._claims = _Claims()
         self._lacks = KnownLacks()
         self._asked: tuple[Node | None, tuple[str, ...], tuple[str, ...], Routes] | None = None
+        self._faults: tuple[object, tuple[str, ...]] = None, ()
         self._basis: object = None
         self._own: frozenset[str] = frozenset()  # addresses on this node's interfaces
         self._left: Mapping[str, str] = MappingProxyType({})
@@ -92,7 +93,10 @@ class Builder:
             return self.node_port_faults
         problem = cluster.problems.get(("Node", self._settings.node_name))
         unread = cluster.unread("Node") or (problem.text if problem else "")
-        return tuple(node_faults(self._settings, cluster.reported, unread, self._table.node, *self._asked))
+        asked = self._settings, cluster.reported, unread, self._table.node, *self._asked
+        if asked != self._faults[0]:  # it is asked every second
+            self._faults = asked, tuple(node_faults(*asked))
+        return self._faults[1]
 
     def build(self, cluster: Cluster, interface_addresses: tuple[str, ...], routes: Routes = NO_ROUTES) -> ServiceTable:
         """Build the table of the cluster as it is now; the very same object when nothing changed.

@@ -12,7 +12,7 @@ from typing import Final
 
 import msgspec
 
-from hybrid_proxy.controller.kubernetes.model import KindState, Problem
+from hybrid_proxy.controller.kubernetes.model import Endpoint, KindState, Problem
 from hybrid_proxy.controller.semantics.explain import Packet, Verdict
 from hybrid_proxy.controller.semantics.history import ChangeRow
 from hybrid_proxy.controller.semantics.lacks import Lack
@@ -343,9 +343,9 @@ class GetStatus(msgspec.Struct, frozen=True, tag_field="command", tag="status"):
 
 
 class GetNames(msgspec.Struct, frozen=True, tag_field="command", tag="names"):
-    """Requests what is needed to read and name what is programmed, and with `nodes` where endpoints are."""
+    """Requests what is needed to read and name what is programmed, and with `endpoints` what slices say of these."""
 
-    nodes: bool = False
+    endpoints: bool = False
 
 
 class GetTraffic(msgspec.Struct, frozen=True, tag_field="command", tag="traffic"):
@@ -455,7 +455,7 @@ class NamesAnswer(msgspec.Struct, frozen=True, tag_field="answer", tag="names"):
     without_backend: list[Lack] = []
     left_to_node: dict[str, str] = {}
     node_ports_at: list[str] = []
-    nodes: dict[str, str] = {}
+    endpoints: dict[str, list[Endpoint]] = {}
 
 
 class TrafficAnswer(msgspec.Struct, frozen=True, tag_field="answer", tag="traffic"):

@@ -17,6 +17,7 @@ import pytest
 
 from hybrid_proxy.controller.commands.status import Verdict, verdict
 from hybrid_proxy.controller.semantics.explain import Packet, explain
+from hybrid_proxy.controller.serving.memory import changes_path, read_changes
 from hybrid_proxy.workshop.lab.examples import node_manifest
 from hybrid_proxy.workshop.lab.network import Lab
 
@@ -110,12 +111,16 @@ def said_of_this_node(bench: Bench, told: bool, **changes: Any) -> Iterator[None
     write(bench, **changes)
     status = bench.agent.wait(lambda status: status.synced and bool(status.node_faults) is told, what="told")
     assert (verdict(status) is not Verdict.OK) is told
+    path, faults = changes_path(str(bench.agent.socket)), set(status.node_faults)
+    eventually(lambda: faults <= {row.what for row in read_changes(path)}, 5, "no change tells of it")
     try:
         yield
     finally:
         if bench.agent.running():
             write(bench)
             bench.agent.wait(lambda status: status.synced and not status.node_faults, what="well")
+            over = {f"is over: {fault}" for fault in faults}
+            eventually(lambda: over <= {row.what for row in read_changes(path)}, 5, "no change tells that it is over")
 
 
 def serves(bench: Bench, services: dict[str, Service]) -> None:

@@ -73,11 +73,11 @@ def moved(*, local: bool) -> tuple[Entry, ...]:
 # fmt: off
 DIFFERENCES = [
     pytest.param(entries(A), entries(A, B), [("endpoints", 1, f"ready: {B}")], id="one more"),
-    pytest.param(entries(A, B), entries(A), [("endpoints", 1, "no longer: 10.0.0.2")], id="one less"),
+    pytest.param(entries(A, B), entries(A), [("endpoints", 1, "removed: 10.0.0.2")], id="one less"),
     pytest.param(entries(A, B), entries(C),
-                 [("endpoints", 2, f"no longer: {A}, {B}"), ("endpoints", 1, f"ready: {C}")], id="others"),
+                 [("endpoints", 2, f"removed: {A}, {B}"), ("endpoints", 1, f"ready: {C}")], id="others"),
     pytest.param((), entries(A), [("service", 1, "came"), ("endpoints", 1, "ready: 10.0.0.1")], id="new"),
-    pytest.param(entries(A), (), [("endpoints", 1, f"no longer: {A}"), ("service", 1, "not served now")], id="less"),
+    pytest.param(entries(A), (), [("endpoints", 1, f"removed: {A}"), ("service", 1, "not served now")], id="less"),
     pytest.param(entries(A), entries(A, fronts=(NODE_PORT,)),
                  [("service", 1, "+ nodePort node port 30080/TCP")], id="a node port"),
     pytest.param(entries(A), entries(A, algorithm="maglev"),
@@ -88,13 +88,13 @@ DIFFERENCES = [
                  [("endpoints", 1, f"{LEFT_OUT}: {A}")], id="left out by a policy, on another node"),
     pytest.param((), moved(local=False),
                  [("service", 1, "came"), ("endpoints", 1, f"{LEFT_OUT}: {A}")], id="new there"),
-    pytest.param(moved(local=False), entries(), [("endpoints", 1, f"no longer: {A}")], id="gone there"),
+    pytest.param(moved(local=False), entries(), [("endpoints", 1, f"removed: {A}")], id="gone there"),
     pytest.param(entries(A), (replace(entries(A)[0], serving=(Backend(A, 8080, local=True),)),),
                  [("endpoints", 1, f"{A} of {NAME}:http: {THERE} → {HERE}")], id="moved"),
     pytest.param(entries(A, B), entries(A, B, port=8081),
                  [("endpoints", 1, "targetPort 8080 → 8081")], id="another port"),
     pytest.param(entries(A), entries(B, port=8081),
-                 [("endpoints", 1, "targetPort 8080 → 8081"), ("endpoints", 1, f"no longer: {A}"),
+                 [("endpoints", 1, "targetPort 8080 → 8081"), ("endpoints", 1, f"removed: {A}"),
                   ("endpoints", 1, f"ready: {B}")], id="others, another port"),
 ]
 # fmt: on
@@ -107,6 +107,11 @@ def test_rows_tell_what_distinguishes_two_tables(
     rows = change_of(NAME, before, after, NOW, "")
     assert [(row.kind, row.count, row.text) for row in rows] == told
     assert {row.by for row in rows} <= {"Service", "EndpointSlice"}
+
+
+def test_an_endpoint_that_its_slice_still_names_is_not_ready() -> None:
+    rows = change_of(NAME, entries(A, B, C), entries(A), NOW, "", there={A, B})
+    assert [row.text for row in rows] == [f"not ready: {B}", f"removed: {C}"]
 
 
 def service(**fields: object) -> Service:
@@ -148,7 +153,7 @@ def test_rows_of_one_moment_stay_in_their_order_whatever_came_before(tmp_path: P
         made = made.replaced({NAME: entries(*ends)})
         history.programmed(table(number + 1, made, frozenset({NAME})))
     history.flush()
-    assert [row.text for row in folded(read_changes(path))] == [f"ready: {B}", f"no longer: {B} (2 x)"]
+    assert [row.text for row in folded(read_changes(path))] == [f"ready: {B}", f"removed: {B} (2 x)"]
     rows = [ChangeRow(first=at, last=at, kind="node", what=what) for at, what in ((0, "x"), (200, "y"), (200, "x"))]
     assert [row.what for row in folded(rows)] == ["x", "y", "x"]
 
@@ -157,7 +162,7 @@ def test_of_endpoints_in_one_row_the_newest_comes_first():
     """Who is there in the end: one is replaced by another, and put back."""
     ways = [("gone", B), ("ready", C), ("gone", C), ("ready", B)]
     rows = [ChangeRow(first=at, last=at, kind="endpoints", **{way: {pod: 1}}) for at, (way, pod) in enumerate(ways)]
-    assert [row.text for row in folded(rows)] == [f"no longer: {C}, {B}", f"ready: {B}, {C}"]
+    assert [row.text for row in folded(rows)] == [f"removed: {C}, {B}", f"ready: {B}, {C}"]
 
 
 def test_what_goes_on_for_hours_is_no_single_row() -> None:
@@ -397,7 +402,7 @@ def test_an_agent_remembers_what_its_tables_and_others_say(tmp_path: Path) -> No
     found = {(row.kind, row.service, row.text, row.by) for row in rows if row.kind not in ("repair", "mode")}
     assert found == {
         ("endpoints", NAME, "ready: 10.0.0.2", "EndpointSlice"),
-        ("node", "", "+ ServiceCIDR 10.96.0.0/12", "its addresses and routes"),  # the kernel tells of the address
+        ("node", "", "+ ServiceCIDR 10.96.0.0/12", "ServiceCIDR"),  # the kernel tells of the address
     }
     assert [(row.by, row.mode) for row in rows if row.kind == "repair"] == [(by, "x") for by in programs]
     assert all(row.what.startswith("2 things were repaired in mode x; token=") for row in rows if row.kind == "repair")

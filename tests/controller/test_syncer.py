@@ -275,7 +275,7 @@ def test_the_log_says_what_changed(world: World, caplog: pytest.LogCaptureFixtur
     world.now += 1.0
     world.syncer.flush_log()
     assert [line[-1] for line in _logged(caplog) if len(line) > 1] == [
-        "d/web-1 (ready: 10.1.0.1, 10.1.0.2)", "d/web-1 (no longer: 10.1.0.3, 10.1.0.1; ready: 10.1.0.3 (2 x))"
+        "d/web-1 (ready: 10.1.0.1, 10.1.0.2)", "d/web-1 (removed: 10.1.0.3, 10.1.0.1; ready: 10.1.0.3 (2 x))"
     ]  # fmt: skip
 
 
@@ -295,7 +295,7 @@ def test_the_log_warns_of_a_service_that_lost_its_last_backend(world: World, cap
     assert [
         (record.levelname, record.getMessage()) for record in caplog.records if "without" in record.getMessage()
     ] == [
-        ("INFO", "no longer without a backend: d/web-1:http"), ("WARNING", "without a backend: d/web-1:http"),
+        ("WARNING", "without a backend: d/web-1:http"),
         ("INFO", "no longer without a backend: d/web-1:http"),
     ]  # fmt: skip
 

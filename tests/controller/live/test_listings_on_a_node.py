@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import re
 import shlex
 import signal
 import subprocess
@@ -142,6 +143,39 @@ def test_a_backend_has_the_name_of_its_node(node: Lab) -> None:
     header, first, *_ = run(node, "backends default/web -o wide").stdout.splitlines()
     assert first.split()[header.split().index("NODE")] == NODE_NAMES["node"]
     assert "NODE" not in run(node, "backends").stdout
+
+
+def test_endpoints_that_are_not_ready_are_named(node: Lab) -> None:
+    manifest = node.folder / "manifests" / "mixed.json"
+    pods = [each.address4 for each in node.pods()[:4]]
+
+    def serve(*ready: bool) -> None:
+        ends = [{"ready": each, "serving": each, "terminating": False} for each in ready]
+        ends.append({"ready": False, "serving": True, "terminating": True})
+        about = {"name": "mixed", "labels": {"kubernetes.io/service-name": "mixed"}}
+        slices = {
+            "apiVersion": "discovery.k8s.io/v1", "kind": "EndpointSlice", "metadata": about, "addressType": "IPv4",
+            "ports": [{"name": "", "port": 8080}],
+            "endpoints": [{"addresses": [pod], "conditions": each} for pod, each in zip(pods, ends, strict=False)],
+        }  # fmt: skip
+        spec = {"clusterIP": "10.96.0.71", "ports": [{"port": 80}]}
+        service = {"apiVersion": "v1", "kind": "Service", "metadata": {"name": "mixed"}, "spec": spec}
+        manifest.write_text(json.dumps({"kind": "List", "items": [service, slices]}))
+
+    try:
+        serve(True, True, False)
+        until(lambda: "in no backend set" in run(node, "backends default/mixed").stdout, "it is served", 30)
+        done = run(node, "backends default/mixed")
+        assert re.findall(r"(10\S+) .*?(serving|in no \D+)", done.stdout) == [
+            (f"{pods[0]}:8080", "serving"), (f"{pods[1]}:8080", "serving"),
+            (f"{pods[3]}:8080", "in no backend set  it is terminating\n"),
+        ]  # fmt: skip
+        assert f"not ready: {pods[2]} of default/mixed" in done.stderr
+        serve(True, False)
+        wanted = f"not ready: {pods[1]}"
+        until(lambda: wanted in run(node, "changes default/mixed").stdout, "it is written down", 30)
+    finally:
+        manifest.unlink()
 
 
 def test_following_drops_begins_with_the_last_ten(node: Lab) -> None:
