@@ -16,6 +16,7 @@ APT_ACROSS := gcc-aarch64-linux-gnu libc6-dev-arm64-cross
 APT_VM   := qemu-system-x86 qemu-system-arm $(APT_ACROSS) busybox-static kmod debian-archive-keyring
 LOCK     := $(VENV)/bin/uv pip compile -q --upgrade --universal --python-version 3.11 --generate-hashes --no-annotate --no-header
 STAMPS   := $(VENV)/.stamps
+EXTRAS   := workshop,auth-provider
 TOOLS    := build/tools/usr/sbin
 PROMTOOL := build/tools/usr/bin/promtool
 IPVS      = $(wildcard /proc/net/ip_vs)$(shell modprobe -nq ip_vs 2>/dev/null && echo loadable)
@@ -237,5 +238,5 @@ $(STAMPS)/agent: pyproject.toml setup.py $(wildcard dataplane/kernel/*_build.py)
 	@touch $@
 
 $(STAMPS)/venv: $(STAMPS)/agent
-	@$(call step,pip      the development tools (about a minute),$(PYTHON) -m pip install --upgrade 'pip>=25.1' && $(PYTHON) -m pip install --group dev --editable '.[workshop,auth-provider]')
+	@$(call step,pip      the development tools (about a minute),$(PYTHON) -m pip install --upgrade 'pip>=25.1' && $(PYTHON) -m pip install --group dev --editable '.[$(EXTRAS)]')
 	@touch $@
