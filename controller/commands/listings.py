@@ -162,6 +162,11 @@ def _connect(counts: TrafficCounts) -> str | None:
     return f"{counts.connect_ns / counts.answered / 1e6:.3f} ms" if counts.answered else None
 
 
+def _answered(row: ServiceRow | BackendRow) -> str | None:
+    """Of the TCP connections; what is lacking are those that failed, whoever gave up, and those that open now."""
+    return str(row.traffic.answered) if row.traffic and row.protocol == "TCP" else None
+
+
 def _first_packet(row: ServiceRow, part: float) -> str | None:
     seconds = quantile(row.first_packets or {}, part)
     return None if seconds is None else f"{1e3 * seconds:.3f} ms"
@@ -170,11 +175,12 @@ def _first_packet(row: ServiceRow, part: float) -> str | None:
 # Since the dataplane was set up; the time to connect is a mean.
 _COUNTS: Final[tuple[Column[ServiceRow | BackendRow], ...]] = (
     Column("OPENED", _counted(lambda counts: str(counts.flows)), leave=5, right=True, live=True),
+    Column("ANSWERED", _answered, leave=6, right=True, live=True),
     Column("PACKETS", _counted(lambda counts: str(counts.packets)), wide=True, right=True, live=True),
     Column("BYTES", _counted(lambda counts: str(counts.bytes)), wide=True, right=True, live=True),
     Column("REPLY PACKETS", _counted(lambda counts: str(counts.reply_packets)), wide=True, right=True, live=True),
     Column("REPLY BYTES", _counted(lambda counts: str(counts.reply_bytes)), wide=True, right=True, live=True),
-    Column("CONNECT", _counted(_connect), leave=6, right=True, live=True),
+    Column("CONNECT", _counted(_connect), leave=7, right=True, live=True),
 )
 
 
