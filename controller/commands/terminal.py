@@ -39,7 +39,7 @@ def remark(text: str) -> None:
 
 def print_lines(lines: Iterable[str]) -> None:
     """Print lines that are `printable`, but for their colours."""
-    print("\n".join(lines))
+    print("\n".join(lines), flush=True)
 
 
 def print_rows(args: argparse.Namespace, columns: Sequence[Column[Row]], rows: Sequence[Row]) -> None:
