@@ -12,7 +12,7 @@ from typing import Final
 import msgspec
 
 from hybrid_proxy.controller.commands.command import Command, add_admin, add_output, positive_seconds
-from hybrid_proxy.controller.commands.terminal import print_value, remark, say
+from hybrid_proxy.controller.commands.terminal import print_answer, remark
 from hybrid_proxy.controller.commands.views import ALL, programmed
 from hybrid_proxy.controller.errors import ConfigError, ControllerError
 from hybrid_proxy.controller.serving import protocol as p
@@ -62,7 +62,7 @@ def _switch(args: argparse.Namespace) -> int:
         raise ConfigError(f"there is no mode {args.mode!r}; there are {', '.join(modes)}")
     # This reports an agent that hangs before the timeout of a switch.
     if ask(args.admin_socket, p.GetNames(), p.NamesAnswer).mode == args.mode:
-        _print(args, Switched(args.mode, args.mode, False, "", {}), f"mode {args.mode} serves already")
+        print_answer(args, Switched(args.mode, args.mode, False, "", {}), f"mode {args.mode} serves already")
         return 0
     if args.dry_run:
         return _would_switch(args)
@@ -73,7 +73,7 @@ def _switch(args: argparse.Namespace) -> int:
     left = _of(answer.before, status)
     done = Switched(answer.before, answer.mode, True, "", dict(left.flows) if left else {})
     drains = f"mode {answer.before} drains: {left.text}" if left else f"nothing is left of mode {answer.before}"
-    _print(args, done, f"mode {answer.mode} serves; {drains}")
+    print_answer(args, done, f"mode {answer.mode} serves; {drains}")
     return 0
 
 
@@ -85,7 +85,7 @@ def _would_switch(args: argparse.Namespace) -> int:
     flows = dict(_open_flows(args, lambda row: row.mode == before))
     stay = f"{p.described(flows, 'stays', 'stay')} with mode {before} to the end"
     text = f"mode {args.mode} would not serve: {missing}" if missing else f"mode {args.mode} would serve; {stay}"
-    _print(args, Switched(before, args.mode, False, missing, flows), text)
+    print_answer(args, Switched(before, args.mode, False, missing, flows), text)
     return 1 if missing else 0
 
 
@@ -125,7 +125,7 @@ def _waited(admin_socket: str, answer: p.SwitchAnswer) -> p.AgentStatus:
 def _drain(args: argparse.Namespace) -> int:
     answer = ask(args.admin_socket, p.DrainNode(not args.off), p.DrainAnswer)
     if args.off:
-        _print(args, Left(leaving=False, flows={}), "load balancers are told that this node takes connections")
+        print_answer(args, Left(leaving=False, flows={}), "load balancers are told that this node takes connections")
         return 0
     outer, shown = frozenset(answer.addresses), ""
     until = time.monotonic() + args.timeout if args.timeout else None
@@ -138,7 +138,7 @@ def _drain(args: argparse.Namespace) -> int:
             shown = p.described(flows, *p.OPEN)
             remark(f"{shown}, from outside")
         time.sleep(COUNT_SECONDS)
-    _print(args, Left(leaving=True, flows=flows), f"{p.described(flows, *p.OPEN)}, from outside")
+    print_answer(args, Left(leaving=True, flows=flows), f"{p.described(flows, *p.OPEN)}, from outside")
     return 1 if any(flows.values()) else 0
 
 
@@ -169,13 +169,6 @@ def _status(admin_socket: str) -> p.AgentStatus:
 
 def _of(mode: str, status: p.AgentStatus) -> p.DrainingMode | None:
     return next((left for left in status.draining if left.mode == mode), None)
-
-
-def _print(args: argparse.Namespace, value: Switched | Left, text: str) -> None:
-    if args.output == "json":
-        print_value("json", value)
-    else:
-        say(text)
 
 
 # The command line

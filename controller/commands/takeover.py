@@ -18,11 +18,12 @@ import msgspec
 
 from hybrid_proxy.controller.agent.modes import open_mode
 from hybrid_proxy.controller.commands.command import Command, add_admin, add_folders, add_output
-from hybrid_proxy.controller.commands.terminal import print_value, remark, say
+from hybrid_proxy.controller.commands.terminal import print_answer, remark, say
 from hybrid_proxy.controller.commands.views import frontends, programmed
 from hybrid_proxy.controller.errors import ControllerError
 from hybrid_proxy.controller.serving.admin import ask
 from hybrid_proxy.controller.serving.protocol import AgentStatus, GetStatus, StatusAnswer, described
+from hybrid_proxy.dataplane import kube_proxy
 from hybrid_proxy.dataplane.kernel.conntrack import BY_CONNTRACK, Key, delete_translated, open_flows
 from hybrid_proxy.dataplane.kernel.other_proxies import find_other_proxies
 from hybrid_proxy.dataplane.table import Protocol
@@ -52,16 +53,11 @@ class Takeover(msgspec.Struct, kw_only=True):
 
 def run(args: argparse.Namespace) -> int:
     """Remove what kube-proxy left, or say what would be; the exit code."""
-    from hybrid_proxy.dataplane import kube_proxy  # brings pyroute2
-
     agent = _status(args)
     services = _services(args)
     found = _survey(agent, services)
     if args.dry_run:
-        if args.output == "json":
-            print_value("json", found)
-        else:
-            say(*_lines(found))
+        print_answer(args, found, *_lines(found))
         return 0
     if not found.remove:
         say("kube-proxy has left nothing here")
@@ -86,8 +82,6 @@ def _services(args: argparse.Namespace) -> Mapping[Key, None]:
 
 
 def _survey(agent: AgentStatus, services: Mapping[Key, None]) -> Takeover:
-    from hybrid_proxy.dataplane import kube_proxy  # brings pyroute2
-
     left = kube_proxy.find()
     return Takeover(
         working=find_other_proxies(agent.mode.effective).evidence,
@@ -103,8 +97,6 @@ def _need(agent: AgentStatus, services: Mapping[Key, None], servers: Collection[
 
     Conntrack knows those of IPVS, too, and goes by other timeouts: they are counted where they are translated.
     """
-    from hybrid_proxy.dataplane import kube_proxy  # brings pyroute2
-
     translated = Counter() if _is_translated(agent) else open_flows(services, status=BY_CONNTRACK)
     return translated + kube_proxy.open_ipvs_connections(servers)
 
@@ -138,8 +130,6 @@ def _refuse(agent: AgentStatus, working: Iterable[str]) -> None:
 
 def _wait(args: argparse.Namespace, services: Mapping[Key, None]) -> None:
     """Until the flows are over. Nothing is changed meanwhile, so it may be interrupted."""
-    from hybrid_proxy.dataplane import kube_proxy  # brings pyroute2
-
     said: float = -SAY_SECONDS
     servers = kube_proxy.find().servers
     while need := _present(_need(agent := _status(args), services, servers)):

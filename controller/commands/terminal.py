@@ -78,6 +78,14 @@ def _streamed(
         yield text if number else f"{chosen.header()}\n{text}"
 
 
+def print_answer(args: argparse.Namespace, value: Any, *lines: str) -> None:
+    """Print a value for programs, or these lines for people, as `-o` asks."""
+    if args.output == "json":
+        print_value("json", value)
+    else:
+        say(*lines)
+
+
 def print_value(output: str, value: Any) -> None:
     """Print a value for programs."""
     print(encoded(output, value))
