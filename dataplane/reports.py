@@ -170,7 +170,7 @@ class BackendRow(msgspec.Struct, kw_only=True):
         mode: The mode that programmed it.
         service: The service port; null if no agent that knows the name runs.
         address: The address with the port.
-        node: The node that it is on; null: unknown.
+        node: Its node; null: unknown.
         protocol: TCP, UDP or SCTP.
         used: Whether new connections may go there.
         state: A message; for an ejected backend it says until when, and why.

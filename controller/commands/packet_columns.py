@@ -126,7 +126,7 @@ def _reason(row: PacketEvent) -> str:
 
 def _packet(row: PacketEvent) -> str:
     """From the client to the backend; the reply of a backend as it went."""
-    ends = [row.source, row.destination]
+    ends = [row.source.removesuffix(":0"), row.destination]  # a socket that connects may have no port yet
     if row.backend and row.backend not in ends:
         ends.insert(0 if row.reason.endswith("reply") else len(ends), row.backend)
     return f"{row.protocol} {' -> '.join(ends)}"

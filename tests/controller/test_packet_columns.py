@@ -66,8 +66,12 @@ TRACED = [
         (event(0, "backend_refused", CLIENT, BACKEND, backend=BACKEND), f"TCP {CLIENT} -> {BACKEND}"),
         (event(0, "backend_unanswered", CLIENT, FRONTEND, backend=BACKEND), f"TCP {CLIENT} -> {FRONTEND} -> {BACKEND}"),
         (event(0, "reject", CLIENT, FRONTEND), f"TCP {CLIENT} -> {FRONTEND}"),
+        (event(0, "socket_refused", "10.0.0.1:0", FRONTEND), f"TCP 10.0.0.1 -> {FRONTEND}"),
     ],
-    ids=["to-a-backend", "a-reply", "refused", "refused-as-former-programs-report", "not-answered", "rejected"],
+    ids=[
+        "to-a-backend", "a-reply", "refused", "refused-as-former-programs-report", "not-answered", "rejected",
+        "no-port",
+    ],
 )  # fmt: skip
 def test_the_packet_goes_from_the_client_to_the_backend(row: PacketEvent, packet: str) -> None:
     (column,) = (column for column in event_columns(Screen(None), [row], NOW) if column.header == "PACKET")
@@ -152,7 +156,9 @@ def test_wide_folds_nothing() -> None:
 def test_who_talks_to_whom_is_never_cut() -> None:
     text = "\n".join(table(event_columns(Screen(40), EVENTS, NOW), EVENTS, Screen(40)))
     for row in EVENTS:
-        assert all(part in text for part in (row.service, row.source, row.destination, row.backend or ""))
+        assert all(
+            part in text for part in (row.service, row.source.removesuffix(":0"), row.destination, row.backend or "")
+        )
 
 
 @pytest.mark.parametrize(
