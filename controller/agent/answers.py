@@ -122,6 +122,7 @@ class Answers:
                     without_backend=self.syncer.builder.lacks,
                     left_to_node=dict(self.syncer.builder.table.left_to_node),
                     node_ports_at=list(self.syncer.builder.table.node.node_port_addresses),
+                    problems=list(self.syncer.cluster.problems.values()),
                     endpoints=self.syncer.cluster.endpoints() if endpoints else {},
                 )
             case p.GetTraffic():

@@ -88,6 +88,8 @@ def _services(here: Programmed, args: argparse.Namespace) -> _Found:
     notes = [left_text(address, owner) for address, owner in left.items() if owner in names or not any(asked)]
     if here.agent and any(text.startswith(NODE_PORT) for row in rows for text in row.frontends):
         notes.append(f"node ports are served at {some(here.agent.node_ports_at) or 'no address'}")
+    problems = here.agent.problems if here.agent and any(asked) else []
+    notes += [each.report for each in problems if each.service and asked.of(each.service)]
     return _Found(rows, listings.service_columns(rows, here.agent.ejections if here.agent else ()), notes)
 
 
@@ -106,6 +108,7 @@ def _backends(here: Programmed, args: argparse.Namespace) -> _Found:
         row.node = ends[of].node if of in ends else None
         if (out := unready.pop(of, None)) and not row.used:
             row.state = f"in no backend set: it is {'terminating' if out.terminating else 'not ready'}"
+    rows.sort(key=lambda row: (row.service or "", row.address.startswith("["), row.address))
     blind = sorted({row.mode for row in rows if row.failures is None})
     notes = [f"mode {mode} does not see whether connections to backends fail; {TRIES}" for mode in blind]
     if away := [f"{address} of {service}" for service, address in sorted(unready)]:
@@ -332,8 +335,8 @@ def _as_drained(flow: FlowRow, agent: p.NamesAnswer) -> ExplainAnswer:
 # The command line
 
 _STATUS: Final = """
-The first line is a verdict: OK, DEGRADED (the node serves what the cluster has, but something is wrong), or NOT IN
-SYNC. The lines below say what is wrong, then what serves.
+The first line is a verdict: OK, DRAINED (health checks fail on purpose), DEGRADED (the node serves what the cluster
+has, but something is wrong), or NOT IN SYNC. The lines below say what is wrong, then what serves.
 
 examples:
   hybrid-proxy status              a verdict, what is wrong, the mode and its hooks

@@ -98,9 +98,8 @@ def troubles(status: AgentStatus, *, serves: bool = False, answered: Collection[
     if known.waiting:  # status names them with the file
         said = [f"{', '.join(known.waiting)} wait for the next start: restart the agent"]
         found.append(Trouble("configuration", "configuration", verdict=Verdict.OK, mark="warning", said=said))
-    lacking = (lack.service.partition(":")[0] for lack in status.without_backend if lack.clients == "all")
-    if empty := list(dict.fromkeys(lacking)):
-        text = f"{several(len(empty), 'service')} without a backend: {some(empty)} (`{_ask_doctor(empty[0])}`)"
+    if empty := list(dict.fromkeys(lack.service for lack in status.without_backend if lack.clients == "all")):
+        text = f"{several(len(empty), 'service port')} without a backend: {some(empty)} (`{_ask_doctor(empty[0])}`)"
         found.append(_note("endpoints", [text], "empty-services")._replace(label=EMPTY, mark=EMPTY))
     here = {"", status.mode.effective, *(left.mode for left in status.draining)}
     if repairs := [row for row in status.repairs if row.mode in here]:

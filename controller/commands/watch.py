@@ -94,7 +94,7 @@ def _show_trace(args: argparse.Namespace) -> int:
     if shown := _stream(args, _traced(args)):
         remark(advice(shown, args.service))
     else:
-        whose = " ".join(filter(None, (f" of {args.service}" if args.service else "", client)))
+        whose = "".join(f" {each}" for each in (args.service and f"of {args.service}", client) if each)
         remark(f"no packet{whose} was seen in {args.seconds:g} s")
     return 0
 

@@ -158,6 +158,6 @@ def oom_kills() -> int:
 
 
 def born(pid: int) -> int:
-    """Returns when the process started, in ticks since the machine did; 0: there is none."""
+    """Returns when the process started, in ticks since the machine did; 0: there is none, or what is left of one."""
     fields = stat_of(pid)
-    return int(fields[19]) if fields else 0
+    return int(fields[19]) if fields and fields[0] not in "ZX" else 0

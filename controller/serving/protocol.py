@@ -444,7 +444,8 @@ class NamesAnswer(msgspec.Struct, frozen=True, tag_field="answer", tag="names"):
     """Answers `GetNames`: modes, the folder of pins, names by number, failing backends.
 
     `draining` are the modes that drain, `without_backend` the service ports that have none on this node. `left_to_node`
-    is as in `AgentStatus`, `node_ports_at` as in `TableAnswer`; `nodes` has the node of each endpoint's address.
+    is as in `AgentStatus`, `node_ports_at` as in `TableAnswer`; `endpoints` has those of each Service, `problems`
+    objects that are refused.
     """
 
     mode: str
@@ -456,6 +457,7 @@ class NamesAnswer(msgspec.Struct, frozen=True, tag_field="answer", tag="names"):
     left_to_node: dict[str, str] = {}
     node_ports_at: list[str] = []
     endpoints: dict[str, list[Endpoint]] = {}
+    problems: list[Problem] = []
 
 
 class TrafficAnswer(msgspec.Struct, frozen=True, tag_field="answer", tag="traffic"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import subprocess
 from pathlib import Path
 
 import msgspec
@@ -79,6 +80,9 @@ def test_a_process_that_does_not_listen_is_told_from_one_that_is_gone(tmp_path: 
     path, born = tmp_path / "admin.memory", m.born(os.getpid())
     assert "does not listen" in m.how_it_ended(path, left(path, pid=os.getpid(), born=born)).why
     assert "does not listen" not in m.how_it_ended(path, left(path, pid=os.getpid(), born=born + 1)).why
+    with subprocess.Popen(["true"]) as ended:
+        os.waitid(os.P_PID, ended.pid, os.WEXITED | os.WNOWAIT)
+        assert m.born(ended.pid) == 0, "nobody has waited for it yet"
     assert "does not listen" not in m.how_it_ended(path, left(path)).why
 
 

@@ -178,6 +178,11 @@ def test_endpoints_that_are_not_ready_are_named(node: Lab) -> None:
         manifest.unlink()
 
 
+def test_a_listing_of_a_namespace_names_what_is_refused_in_it(node: Lab) -> None:
+    assert "refused: Service default/broken" in run(node, "services -n default").stderr
+    assert "default/broken" not in run(node, "services").stderr
+
+
 def test_following_drops_begins_with_the_last_ten(node: Lab) -> None:
     for _ in range(12):
         with node.socket("pod4") as client:
