@@ -202,7 +202,7 @@ def _watch_status(args: argparse.Namespace) -> int:
         while True:
             status = agent_at(args.admin_socket, args.pin_root).known()
             if (now := judged(status)) != shown and args.output in ("json", "yaml"):
-                terminal.print_lines([terminal.encoded(args.output, status, lines=True)])
+                terminal.print_stream(args, (), [status])
             elif now != shown:
                 terminal.say(f"{clock(time.time())}  {now}")
             shown = now

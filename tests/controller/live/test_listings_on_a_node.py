@@ -204,20 +204,27 @@ def test_status_begins_with_a_verdict_and_names_the_agent(node: Lab) -> None:
 
 
 def test_watching_the_status_prints_a_verdict_when_it_is_another(node: Lab) -> None:
-    output, spoilt = node.folder / "status.out", node.folder / "manifests" / "spoilt.yaml"
-    argv = [sys.executable, "-m", "hybrid_proxy.controller", "status", "-w"]
-    with output.open("w") as written:
-        watching = node.start("node", argv, output=written, errors=subprocess.STDOUT)
+    texts, objects = node.folder / "status.out", node.folder / "status.json"
+    spoilt = node.folder / "manifests" / "spoilt.yaml"
+    watchers = []
+    for output, more in ((texts, []), (objects, ["-o", "json"])):
+        argv = [sys.executable, "-m", "hybrid_proxy.controller", "status", "-w", *more]
+        with output.open("w") as written:
+            watchers.append(node.start("node", argv, output=written, errors=subprocess.STDOUT))
     try:
-        until(lambda: "OK" in output.read_text() or "DEGRADED" in output.read_text(), "the first verdict", 30)
-        before = output.read_text()
+        until(lambda: texts.read_text() and objects.read_text(), "the first verdict, which is in no buffer", 30)
+        before = texts.read_text()
         spoilt.write_text("kind: [")
-        until(lambda: "1 file is unreadable" in output.read_text(), "the other one", 30)
+        until(lambda: "1 file is unreadable" in texts.read_text(), "the other one", 30)
+        until(lambda: len(objects.read_text().splitlines()) > 1, "the object of the other one", 30)
     finally:
         spoilt.unlink(missing_ok=True)
-        watching.send_signal(signal.SIGINT)
-    assert watching.wait(30) == 0
+        for watching in watchers:
+            watching.send_signal(signal.SIGINT)
+    assert [watching.wait(30) for watching in watchers] == [0, 0]
     assert len(before.splitlines()) == 1, "it is printed once"
+    first, second, *_ = map(json.loads, objects.read_text().splitlines())
+    assert (first["problems"] != second["problems"], second["agent"]) == (True, True)
 
 
 def test_no_color_leaves_no_escape_sequence(node: Lab) -> None:
