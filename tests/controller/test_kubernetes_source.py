@@ -711,6 +711,7 @@ def test_refusals_of_a_server_that_starts_are_no_absence(api: ApiServer, begin: 
     watcher = begin(policy=quick(rarely=600.0))
     watcher.until(lambda: all(watcher.kind(kind).why for kind in ("Service", "ServiceCIDR")), "refusals")
     api.faults("servicecidrs").answers.clear()  # first: refused when others are read, it would be absent
+    watcher.until(lambda: watcher.lists("ServiceCIDR"), "a refusal may have been on its way")
     for faults in api.all_faults():
         faults.answers.clear()
 
