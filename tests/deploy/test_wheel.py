@@ -35,7 +35,7 @@ def test_no_agent_imports_a_library_of_an_extra() -> None:
 
 @pytest.mark.parametrize(
     ("command", "said"),
-    [("lab demo", "the demonstration needs rich"), ("compare --report x.html", "--report needs jinja2")],
+    [("lab demo --name other", "the demonstration needs rich"), ("compare --report x.html", "--report needs jinja2")],
 )
 def test_without_the_extra_one_sentence_says_what_to_install(command: str, said: str) -> None:
     done = without_extras(f"from hybrid_proxy.controller import cli; sys.exit(cli.main({command.split()}))")
