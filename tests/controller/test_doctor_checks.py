@@ -30,7 +30,7 @@ from hybrid_proxy.controller.kubernetes.model import KindState, Problem
 from hybrid_proxy.controller.semantics.explain import Packet, Verdict
 from hybrid_proxy.controller.semantics.history import NOT_SERVED, ChangeRow
 from hybrid_proxy.controller.semantics.lacks import Lack, with_policy
-from hybrid_proxy.controller.serving.protocol import SourceStatus, TablePort
+from hybrid_proxy.controller.serving.protocol import SourceStatus, TableAnswer, TablePort
 from hybrid_proxy.dataplane.firewall_rules import Rule, Taken
 from hybrid_proxy.dataplane.reports import (
     BackendRow,
@@ -94,6 +94,11 @@ def facts(*connections: list[Tried], **more: object) -> ServiceFacts:
         ),
     }  # fmt: skip
     return ServiceFacts(**{**known, "tried": tuple(row for rows in connections for row in rows), **more})
+
+
+def told(**known: object) -> TableAnswer:
+    """What an agent knows of a service whose ports are told apart from it."""
+    return TableAnswer([], [], [], **known)
 
 
 def service(found: ServiceFacts, node: NodeFacts = WELL) -> tuple[Cause, bool, list[Finding]]:
@@ -294,14 +299,14 @@ TEXTS = [
     pytest.param(facts(*LOST, rules=(REJECT := rule("forward", "counter reject"),), counted={REJECT: 4}), "the firewall rejects packets in FORWARD: `counter reject` in chain c of table inet fw counted 4 packets while connections from a pod to 10.0.0.1:8080, 10.0.0.2:8080 fail, those from the node do not", id="a rule that rejects"),
     pytest.param(facts(ports=(), services=("shop/wen",), ignored={"shop/web": "headless: it has no ClusterIP"}), "shop/web is not served here: headless: it has no ClusterIP", id="a Service that is not meant to be served"),
     pytest.param(facts(ports=(), services=("shop/wen",), ignored={"shop/web": "refused: no port"}), "shop/web is not served here: refused: no port", id="a Service that is refused"),
-    pytest.param(facts(ports=(port(why="no endpoint is ready, and none serves"),), unready=("10.0.0.1", "fd00::1")), "0 of 1 endpoint is ready: 10.0.0.1: none serves (shop/web:http, IPv4)", id="which endpoints are not ready"),
+    pytest.param(facts(ports=(port(why="no endpoint is ready, and none serves"),), table=told(unready=["10.0.0.1", "fd00::1"])), "0 of 1 endpoint is ready: 10.0.0.1: none serves (shop/web:http, IPv4)", id="which endpoints are not ready"),
     pytest.param(facts(tried(A, "refused", "refused"), ports=(port(A),), listening={(A, "TCP"): ("127.0.0.1:8080", "9090")}), "1 of 1 backend refuses targetPort 8080 from the node and from a pod: 10.0.0.1:8080; it listens on 127.0.0.1:8080, 9090", id="where the pod listens"),
     pytest.param(facts(tried(A, "refused", "refused"), ports=(port(A),), listening={(A, "TCP"): ("8080",)}), "1 of 1 backend refuses targetPort 8080 from the node and from a pod: 10.0.0.1:8080, although it listens there: a firewall rejects", id="a firewall in the pod rejects"),
     pytest.param(facts(tried(A, "refused", None), tried(B, "refused", None), listening={(A, "TCP"): (), (B, "TCP"): ()}), "2 of 2 backends refuse targetPort 8080 from the node: 10.0.0.1:8080, 10.0.0.2:8080; nothing listens by TCP in pods 10.0.0.1, 10.0.0.2", id="nothing listens in the pods"),
     pytest.param(facts(tried(A, "refused", None), tried(B), listening={(A, "TCP"): ()}), "1 of 2 backends refuses targetPort 8080 from the node: 10.0.0.1:8080; nothing listens by TCP in pod 10.0.0.1", id="nothing listens in a pod"),
-    pytest.param(facts(ports=(port(why="the service has no endpoints"),), selector=""), "no endpoint is ready: the service has no endpoints (shop/web:http, IPv4)", id="no selector"),
+    pytest.param(facts(ports=(port(why="the service has no endpoints"),), table=told(selector="")), "no endpoint is ready: the service has no endpoints (shop/web:http, IPv4)", id="no selector"),
     pytest.param(facts(tried(A, "silent", "silent"), tried(B), tried(VIP, pod="silent"), ports=(msgspec.structs.replace(port(A, B), affinity_seconds=60),)), "1 of 2 backends gives no answer from the node and from a pod: 10.0.0.1:8080; session affinity keeps 10.0.0.9 there until idle for 60 s", id="who sticks to a backend that fails"),
-    pytest.param(facts(packet=PACKET, verdicts=(AWAY,), elsewhere={"10.0.1.1": "n2", "fd00::1": "n2"}), "externalTrafficPolicy Local drops it at this node: no endpoint here: 10.0.1.1 on n2", id="which policy drops, and where endpoints are"),
+    pytest.param(facts(packet=PACKET, verdicts=(AWAY,), table=told(elsewhere={"10.0.1.1": "n2", "fd00::1": "n2"})), "externalTrafficPolicy Local drops it at this node: no endpoint here: 10.0.1.1 on n2", id="which policy drops, and where endpoints are"),
     pytest.param(facts(*GOOD, ports=(port(A, B, ranges=("10.1.0.0/16",)),)), "shop/web is well: 6 of 6 connections were answered; 198.51.100.7 admits 10.1.0.0/16 alone (loadBalancerSourceRanges)", id="who is let in"),
     pytest.param(facts(after(2.0, tried(A)), after(0.003, tried(B))), "shop/web is well: 4 of 4 connections were answered, but backend 10.0.0.1:8080 answers after 2.0 s, the others after 3 ms", id="how slow a backend is"),
     pytest.param(facts(*GOOD, ports=(port(A, B, "10.0.0.3:8080"),), own=("10.0.9.9",)), "shop/web is well: 6 of 6 connections were answered; 1 of 3 backends was not tried: it tries no more at once", id="how many were not tried"),
@@ -1019,7 +1024,7 @@ def test_a_mode_that_cannot_see_failures_is_not_said_to_have_none(mode: str, mar
 @pytest.mark.parametrize(("at", "mark"), [(("10.0.9.9",), "ok"), (("fd00::9",), "warning")])
 def test_where_a_node_port_is_served_is_told(at: tuple[str, ...], mark: str) -> None:
     node = msgspec.structs.replace(WELL, agent=agent_status())
-    _, _, findings = service(facts(*GOOD, ports=(port(A, B, external=True),), node_ports_at=at), node)
+    _, _, findings = service(facts(*GOOD, ports=(port(A, B, external=True),), table=told(node_ports_at=at)), node)
     assert [each.mark for each in findings if each.subject == "node port"] == [mark]
 
 

@@ -551,7 +551,7 @@ def _sets(port: TablePort, facts: ServiceFacts) -> Iterator[Finding]:
     cluster = [port.backend_sets[each.internal] for each in port.frontends if each.internal < len(port.backend_sets)]
     if not port.frontends:  # it lost them, which is another finding, or is about to go
         return
-    unready = [address for address in facts.unready if family_of(address) == port.family]
+    unready = [address for address in facts.table.unready if family_of(address) == port.family]
     if not any(each.backends for each in port.backend_sets):
         why = next((each.why for each in port.backend_sets if each.why), "the service has no endpoints")
         why = why.removeprefix("no endpoint is ready, and ")
@@ -583,7 +583,7 @@ def _sets(port: TablePort, facts: ServiceFacts) -> Iterator[Finding]:
 def _policy(why: str, facts: ServiceFacts, family: int, what: str) -> tuple[str, str]:
     """Words about a traffic policy that leaves this node without a backend, and what to do."""
     policy, _, rest = why.partition(": ")
-    away = [f"{address} on {node}" for address, node in facts.elsewhere.items() if family_of(address) == family]
+    away = [f"{address} on {node}" for address, node in facts.table.elsewhere.items() if family_of(address) == family]
     spec = ",".join(f'"{word}":"Cluster"' for word in policy.split() if word.endswith("Policy"))
     namespace, _, name = (facts.name or "").partition(":")[0].partition("/")
     change = f"`kubectl -n {namespace} patch service {name} -p '{{\"spec\":{{{spec}}}}}'`"
@@ -594,8 +594,8 @@ def _policy(why: str, facts: ServiceFacts, family: int, what: str) -> tuple[str,
 def _selected(facts: ServiceFacts) -> str:
     """How to see the pods of a Service."""
     namespace, _, name = (facts.name or "").partition(":")[0].partition("/")
-    if facts.selector:
-        pods = f"`kubectl -n {namespace} get pods -l {quote(facts.selector)}` shows the pods that it selects"
+    if facts.table.selector:
+        pods = f"`kubectl -n {namespace} get pods -l {quote(facts.table.selector)}` shows the pods that it selects"
         return f"{pods}: are they ready, and do they name its ports?"
     return f"does it select pods, or who makes its endpoints? `kubectl -n {namespace} describe service {name}`"
 
@@ -615,7 +615,7 @@ def _restrictions(facts: ServiceFacts, node: NodeFacts) -> Iterator[Finding]:
                 count = f"{len(chosen.backends)} of {several(len(_ends(port)), 'backend')}"
                 texts.append(f"{who} reach {count} ({chosen.why})")
             if each.address is None and node.agent is not None and not node.agent.starting:
-                at = [one for one in facts.node_ports_at if family_of(one) == port.family]
+                at = [one for one in facts.table.node_ports_at if family_of(one) == port.family]
                 text = f"{place} is served nowhere: nodePortAddresses match no IPv{port.family} address of this node"
                 nowhere = Finding("warning", "node port", text, "correct nodePortAddresses", "node-faults")
                 yield Finding("ok", "node port", f"{each.port} is served at {some(at)}") if at else nowhere

@@ -8,7 +8,7 @@ import msgspec
 
 from hybrid_proxy.controller.semantics.explain import Packet, Verdict
 from hybrid_proxy.controller.semantics.history import ChangeRow
-from hybrid_proxy.controller.serving.protocol import AgentStatus, TablePort
+from hybrid_proxy.controller.serving.protocol import AgentStatus, TableAnswer, TablePort
 from hybrid_proxy.dataplane.firewall_rules import Rule, Taken
 from hybrid_proxy.dataplane.reports import BackendRow, Ejection, ExplainAnswer, Fill, PacketEvent, ServiceRow
 
@@ -135,10 +135,7 @@ class ServiceFacts(msgspec.Struct, kw_only=True, frozen=True):
     links: tuple[PodLink, ...] = ()  # of the pods that take part
     astray: dict[str, tuple[str, str]] = {}  # address of an endpoint -> what is wrong with the way there, what to do
     listening: dict[tuple[str, str], tuple[str, ...]] = {}  # an end that refused -> ports where its pod listens
-    unready: tuple[str, ...] = ()  # addresses of endpoints that are not ready
-    elsewhere: dict[str, str] = {}  # addresses of endpoints that are ready on other nodes -> node
-    selector: str | None = None  # of the Service; None: not known
-    node_ports_at: tuple[str, ...] = ()  # addresses of this node that serve node ports
+    table: TableAnswer = TableAnswer([], [], [])  # of the agent
     stranger: str = ""  # the client that was named, if it is neither this node nor a pod of it
     no_pod: str = ""  # why no connection was tried from a pod
     rules: tuple[Rule, ...] = ()  # before the connections

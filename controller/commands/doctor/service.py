@@ -180,10 +180,7 @@ def _objects(args: argparse.Namespace, packet: Packet | None, node: Node) -> Ser
         ports, services = answer.ports, answer.services
     return ServiceFacts(
         asked=asked,
-        unready=tuple(answer.unready) if answer else (),
-        elsewhere=answer.elsewhere if answer else {},
-        selector=answer.selector if answer else None,
-        node_ports_at=tuple(answer.node_ports_at) if answer else (),
+        table=answer or TableAnswer([], [], []),
         name=name,
         packet=packet,
         services=tuple(services),
