@@ -25,7 +25,7 @@ from hybrid_proxy.controller.serving import protocol as p
 from hybrid_proxy.controller.settings.config import ADMIN_SOCKET
 from hybrid_proxy.dataplane.errors import told
 from hybrid_proxy.dataplane.kernel.descriptors import peer_of
-from hybrid_proxy.dataplane.kernel.host_paths import in_initial_netns, netns_number
+from hybrid_proxy.dataplane.kernel.host_paths import in_initial_netns, netns_number, stat_of
 
 log = logging.getLogger(__name__)
 
@@ -65,14 +65,6 @@ class StartingError(NoAgentError):
     def __init__(self, answer: p.StartingAnswer) -> None:
         self.part = f"{answer.part}, for {answer.seconds:.0f} s"
         super().__init__(f"agent {answer.pid} is starting: {self.part}")
-
-
-def stat_of(pid: int) -> list[str]:
-    """Returns the fields of a process in /proc from its state on; none: there is no such process."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return []
 
 
 def socket_path(asked: str) -> Path:

@@ -20,10 +20,10 @@ from hybrid_proxy.controller.kubernetes.files import read
 from hybrid_proxy.controller.kubernetes.model import Node, Problem
 from hybrid_proxy.controller.semantics.history import ChangeRow
 from hybrid_proxy.controller.semantics.lacks import Lack
-from hybrid_proxy.controller.serving.admin import socket_path, stat_of
+from hybrid_proxy.controller.serving.admin import socket_path
 from hybrid_proxy.controller.serving.protocol import Gone, ModeStatus
 from hybrid_proxy.dataplane.errors import ADVICE
-from hybrid_proxy.dataplane.kernel.host_paths import netns_number
+from hybrid_proxy.dataplane.kernel.host_paths import netns_number, stat_of
 from hybrid_proxy.dataplane.reports import PacketEvent, Unprogrammed, several
 
 VERSION: Final = 1

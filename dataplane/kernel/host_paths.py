@@ -74,21 +74,20 @@ def outermost_first(mountinfo: str, kind: str) -> list[str]:
     return [fields[4] for fields in sorted(mounts, key=lambda fields: -fields[3].split("/").count(".."))]
 
 
-def _parent(pid: str) -> str:
-    """Returns the parent's number, "0" at the end of what is visible."""
+def stat_of(pid: int | str) -> list[str]:
+    """Returns the fields of a process in /proc from its state on; none: there is no such process."""
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1]
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
-        return "0"
+        return []
 
 
 def _outer_processes() -> list[str]:
     """Returns process 1 and our ancestors in other mount namespaces that may be entered, outermost first."""
-    ancestors = []
-    pid = _parent("self")
-    while pid not in ("0", "1"):
+    ancestors: list[str] = []
+    # The parent of each; "0" or nothing at the end of what is visible.
+    while (pid := "".join(stat_of(ancestors[-1] if ancestors else "self")[1:2])) not in ("", "0", "1"):
         ancestors.append(pid)
-        pid = _parent(pid)
     own = Path("/proc/self/ns/mnt").readlink()
     outer = []
     for candidate in ("1", *reversed(ancestors)):

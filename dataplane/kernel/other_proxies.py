@@ -16,7 +16,7 @@ from typing import Final
 import msgspec
 
 from hybrid_proxy.dataplane.errors import Unsupported
-from hybrid_proxy.dataplane.kernel.host_paths import netns_of, pin_folder
+from hybrid_proxy.dataplane.kernel.host_paths import netns_of, pin_folder, stat_of
 from hybrid_proxy.dataplane.kernel.netlink import NETFILTER, NFGEN, Message, Netlink, NetlinkFailed, attributes, string
 from hybrid_proxy.dataplane.kernel.tools import call
 from hybrid_proxy.dataplane.other_proxies import HEALTH_PORT, OtherProxies, Process
@@ -198,6 +198,4 @@ def _proxy_name(pid: str) -> str | None:
 
 def _related(pid: str) -> bool:
     """True if it is this process, its parent or its child: a wrapper or a helper has the same command line."""
-    own = {os.getpid(), os.getppid()}
-    parent = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
-    return int(pid) in own or parent == os.getpid()
+    return int(pid) in (os.getpid(), os.getppid()) or str(os.getpid()) in stat_of(pid)[1:2]

@@ -21,7 +21,7 @@ import pytest
 from hybrid_proxy.controller import cli
 from hybrid_proxy.controller.agent import answers
 from hybrid_proxy.controller.errors import ControllerError
-from hybrid_proxy.controller.serving.admin import REST_SECONDS, BusyError, Server, ask, stat_of
+from hybrid_proxy.controller.serving.admin import REST_SECONDS, BusyError, Server, ask
 from hybrid_proxy.controller.serving.protocol import (
     BusyAnswer,
     EventsAnswer,
@@ -32,6 +32,7 @@ from hybrid_proxy.controller.serving.protocol import (
     SwitchAnswer,
     SwitchMode,
 )
+from hybrid_proxy.dataplane.kernel.host_paths import stat_of
 from tests.waiting import until
 
 
