@@ -63,7 +63,7 @@ def belongs(name: str | None, service: str | None) -> bool:
 
 
 class Programmer(ABC):
-    """One mode, open on this node. One thread calls it at a time, `open_flows` another one.
+    """One mode, open on this node. One thread calls it at a time, `reserve_ports` and `open_flows` another one.
 
     The methods that are not abstract do nothing, or return nothing, in a mode without that ability.
     """
@@ -135,6 +135,9 @@ class Programmer(ABC):
         Raises:
             SyncError: new flows may still be accepted; call again.
         """
+
+    def reserve_ports(self) -> None:  # noqa: B027
+        """Keep the ports that masqueraded flows have known to conntrack, for the mode that serves; as `open_flows`."""
 
     @abstractmethod
     def open_flows(self, table: ServiceTable) -> Mapping[str, int]:

@@ -163,7 +163,7 @@ class Draining:
             self.release(name)
 
     def _count_on(self) -> None:
-        rest = 0.0  # this also reserves the ports of flows that began since the next mode's first sync
+        rest = 0.0
         while not self._stop.wait(rest):
             began = time.thread_time()  # a thread that waits for a busy processor costs nothing
             with self._lock:
@@ -175,6 +175,7 @@ class Draining:
     def _count(self, name: str, left: _Left) -> None:
         assert left.since is not None
         try:
+            left.programmer.reserve_ports()  # also of flows that began since the next mode's first sync
             left.flows = left.programmer.open_flows(left.table)
             if left.first is None:
                 left.first = left.flows

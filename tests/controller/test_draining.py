@@ -34,11 +34,15 @@ class Mode:
         self.tables: list[ServiceTable] = []
         self.calls: list[str] = []
         self.failing: DataplaneError | None = None
+        self.reserved = 0  # how often
 
     def drain(self, table: ServiceTable) -> None:
         if self.failing:
             raise self.failing
         self.tables.append(table)
+
+    def reserve_ports(self) -> None:
+        self.reserved += 1
 
     def open_flows(self, table: ServiceTable) -> Mapping[str, int]:
         assert table is self.tables[-1]
@@ -120,6 +124,13 @@ def test_a_mode_without_flows_is_said_to_have_none(modes: Draining, left: Mode, 
     modes.start("left", TABLE)
     until(lambda: told, "its begin is reported")
     assert told[0] == ("Draining", "mode left drains: it has no flows")
+
+
+def test_ports_are_reserved_before_flows_are_counted(modes: Draining, left: Mode, told: list[tuple[str, str]]) -> None:
+    left.open_flows = lambda table: {"TCP": left.reserved}  # type: ignore[method-assign]
+    modes.start("left", TABLE)
+    until(lambda: told, "its begin is reported")
+    assert told[0] == ("Draining", "mode left drains: 1 TCP flow goes on until it is over")
 
 
 def test_the_end_of_a_mode_that_had_no_flow_says_so(

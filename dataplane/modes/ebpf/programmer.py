@@ -371,11 +371,12 @@ class Ebpf(Programmer):
         self.maps.view("node")["draining"] = True  # first: the mode that serves may have room for what we have not
         self.sync(msgspec.structs.replace(table, node=_without_cidrs(table.node)))
 
-    def open_flows(self, table: ServiceTable) -> Mapping[str, int]:
-        """Counts the open flows, and renews their entries in conntrack: the mode that serves uses other ports."""
+    def reserve_ports(self) -> None:
         if time.monotonic() - self._reserved > RESERVED_SECONDS / 3:
             reserve_ports(self.maps.maps)
             self._reserved = time.monotonic()
+
+    def open_flows(self, table: ServiceTable) -> Mapping[str, int]:
         forget_half_open(self.maps.maps, self.options, self.gc.clock(), self.gc.hz)
         return open_flows(self.maps.maps)
 
