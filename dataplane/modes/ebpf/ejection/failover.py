@@ -13,7 +13,7 @@ from hybrid_proxy.dataplane.modes.ebpf.ejection.probes import Prober, Target
 from hybrid_proxy.dataplane.modes.ebpf.services.lower import Socket
 from hybrid_proxy.dataplane.modes.ebpf.services.plan import Subject
 from hybrid_proxy.dataplane.modes.ebpf.services.store import Store
-from hybrid_proxy.dataplane.reports import Ejection, HealthProbes
+from hybrid_proxy.dataplane.reports import Ejection
 from hybrid_proxy.dataplane.slow_start import SlowStart
 from hybrid_proxy.dataplane.table import EntryKey, socket_text
 
@@ -36,17 +36,17 @@ class Failover:
         self._ejected: set[Subject] = set()  # a backend set does without them
         self._failed_how: dict[Subject, str] = {}  # of those that the detector wants to eject for their connections
         self._tidied = time.monotonic()
-        self._prober = Prober(options)
+        self.prober = Prober(options)
         self._probed: dict[str, dict[Subject, Target]] = {}  # by service
         self.slow_start = SlowStart()
 
     def close(self) -> None:
-        self._prober.stop()
+        self.prober.stop()
 
     def forget(self) -> None:
         """Forget all backends: the store starts over, and will report every service."""
         self._probed.clear()
-        self._prober.watch(())
+        self.prober.watch(())
         self._counted = -1
 
     def services_changed(self, store: Store) -> None:
@@ -66,11 +66,11 @@ class Failover:
                 self._probed[name] = after
             changed = changed or before != after
         if changed:
-            self._prober.watch({target for targets in self._probed.values() for target in targets.values()})
+            self.prober.watch({target for targets in self._probed.values() for target in targets.values()})
 
     def _probe_failures(self) -> dict[Subject, str]:
         """Returns, for each backend whose probes fail, why they fail."""
-        if not self._probed or not (down := self._prober.down()):
+        if not self._probed or not (down := self.prober.down()):
             return {}
         probed = (pair for targets in self._probed.values() for pair in targets.items())
         return {subject: down[target] for subject, target in probed if target in down}
@@ -158,10 +158,6 @@ class Failover:
     def _why(self, subject: Subject) -> str:
         ejection = self._detector.ejections[subject]
         return ejection.reason + ("" if ejection.until is None else self._failed_how.get(subject, ""))
-
-    def probes(self) -> HealthProbes:
-        """Returns the state of probes, for `status`."""
-        return self._prober.status()
 
     def rows(self) -> list[Ejection]:
         """Returns every backend that keeps failing, ejected or not, with the reason, for `status`."""

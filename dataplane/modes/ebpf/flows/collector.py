@@ -152,11 +152,6 @@ class FlowGC:
         self._scan_now = False
         self._thread = threading.Thread(target=self._run, name="gc", daemon=True)
 
-    @property
-    def known_flows(self) -> int:
-        """The number of entries of both families at the last scan."""
-        return sum(self.used.values())
-
     # For other threads
 
     def start(self) -> None:

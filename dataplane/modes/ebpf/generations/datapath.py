@@ -14,12 +14,12 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 
 from hybrid_proxy.dataplane.errors import DataplaneError
-from hybrid_proxy.dataplane.kernel.bpf import Map, Object
+from hybrid_proxy.dataplane.kernel.bpf import Object
 from hybrid_proxy.dataplane.kernel.repairs import Pins
 from hybrid_proxy.dataplane.modes.ebpf.generations.generation import Generation, Step, plan_replacement
 from hybrid_proxy.dataplane.modes.ebpf.generations.layouts import ours
@@ -77,11 +77,6 @@ class Datapath:
         self._ahead = ahead
         if ahead is not None:
             self.prepare({})
-
-    @property
-    def tables(self) -> Mapping[str, Map]:
-        """The maps by name."""
-        return self._maps.maps
 
     @property
     def entries(self) -> dict[str, int]:
@@ -239,14 +234,6 @@ class Datapath:
         """Attaches the programs; a bridge takes the place of those at tc hooks."""
         assert self.programs is not None
         self._attachments.attach(bridge or self.programs.hooks)
-
-    def load_bridge(self, others: Mapping[str, Map]) -> Object:
-        """Loads the programs that choose a datapath, on the maps in use and these.
-
-        Raises:
-            BpfError: the kernel refuses them.
-        """
-        return self.loader.one("carry", others)
 
     def load_xdp(self) -> Object:
         """Loads the programs for drivers, for an interface that qualified after the other programs were loaded.

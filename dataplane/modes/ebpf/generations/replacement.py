@@ -225,7 +225,7 @@ class Succession:
         others = {name: self._open(which) for name, which in BRIDGE.items()}
         try:
             with contextlib.closing(Map.pinned(self.folder / MARK)) as mark:
-                loaded = self._datapath.load_bridge(others | {MARK: mark})
+                loaded = self._datapath.loader.one("carry", others | {MARK: mark})
         except BpfError as error:
             log.warning("flows cannot be carried over from the maps at %s: %s", self.former, error)
             self.failed = True
@@ -234,7 +234,7 @@ class Succession:
         self._opened.callback(loaded.close)
         self._datapath.attach(loaded)
         self._tables = [
-            FlowTable(self._open(name), self._datapath.tables[name], self._converters[name], *self._kind(name))
+            FlowTable(self._open(name), self._datapath.loader.maps[name], self._converters[name], *self._kind(name))
             for name in (*FLOWS, "affinity") if name in self._converters
         ]  # fmt: skip
 
@@ -249,7 +249,7 @@ class Succession:
             table.copy()
         for name, copy in (("node", copy_flags_of_node), ("timewait", copy_timewait)):
             if name in self._converters:
-                copy(self._open(name), self._datapath.tables[name], self._converters[name])
+                copy(self._open(name), self._datapath.loader.maps[name], self._converters[name])
 
     def _merge(self) -> None:
         for table in self._tables:

@@ -86,7 +86,7 @@ class Reports:
                 "services": Fill(used["services"], maps["services"].entries - 1),
                 "backends": Fill(used["backends"], maps["backends"].entries - 1),
                 "slots": Fill(used["slots"], maps["slots"].entries),
-                "flows": Fill(self._gc.known_flows, maps["flows4"].entries + maps["flows6"].entries),
+                "flows": Fill(sum(self._gc.used.values()), maps["flows4"].entries + maps["flows6"].entries),
             },
             unprogrammed=list(store.plan.unprogrammed.values()),
             failing=failing,
@@ -107,7 +107,7 @@ class Reports:
                 traffic_bytes=store.traffic.bytes if store.traffic.counting else 0,
                 deferred_frees=len(store.plan.pools),
                 ejections=self._failover.rows(),
-                probes=self._failover.probes(),
+                probes=self._failover.prober.status(),
             ),
         )
 

@@ -122,7 +122,7 @@ def test_this_kernel_takes_the_programs_that_choose_a_datapath(options: Options)
     with closing(Ebpf(options, lambda: None)) as agent, closing(Map.made(ARRAY, MARK, 4, size, 1)) as mark:
         agent.sync(ServiceTable(services={}))
         former = {name: agent.maps.maps[which] for name, which in BRIDGE.items()}
-        agent.datapath.load_bridge(former | {MARK: mark}).close()
+        agent.datapath.loader.one("carry", former | {MARK: mark}).close()
 
 
 def test_cleaning_up_removes_every_layout(options: Options) -> None:
