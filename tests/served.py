@@ -56,21 +56,7 @@ sys.exit(main())
 """
 
 
-class FromServer(Agent):
-    """An agent with an API server as its source, where there is a kubeconfig."""
-
-    kubeconfig: Path | None = None
-
-    @property
-    def argv(self) -> list[str]:
-        argv = super().argv
-        if self.kubeconfig is not None:
-            position = argv.index("--manifests")
-            argv[position : position + 2] = ["--kubeconfig", str(self.kubeconfig)]
-        return argv
-
-
-class Altered(FromServer):
+class Altered(Agent):
     """One started by a program of the test's own."""
 
     @property

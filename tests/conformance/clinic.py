@@ -16,6 +16,7 @@ from hybrid_proxy.controller.commands.doctor.facts import Diagnosis
 from hybrid_proxy.controller.serving.admin import ask
 from hybrid_proxy.controller.serving.protocol import AgentStatus, GetTable, TableAnswer
 from hybrid_proxy.dataplane.table import Kind
+from hybrid_proxy.workshop.lab.agent import Agent
 from hybrid_proxy.workshop.lab.network import NODE_NAMES, SERVICE_CIDRS, Lab
 from hybrid_proxy.workshop.lab.objects import endpoint_slice, service
 
@@ -23,7 +24,6 @@ from .grid import Grouped
 
 if TYPE_CHECKING:
     from hybrid_proxy.workshop.lab.apiserver import ApiServer
-    from tests.served import FromServer
 
 PROPERTY: Final = "doctor"  # of a report: (incident, mode, verdict)
 NAME, BALANCER, NODE_PORT = "shop/web", "198.51.100.7", 30080
@@ -39,7 +39,7 @@ class Clinic:
 
     lab: Lab
     api: ApiServer
-    agent: FromServer
+    agent: Agent
 
     def put(
         self, *pods: str, target: int = HTTP, ports: int = 1, twin: str = "", name: str = NAME, ready: bool = True,
@@ -181,14 +181,14 @@ def _begin(listener: socket.socket, answer: bytes, after: float) -> None:
 @contextmanager
 def clinic_of(lab: Lab, mode: str, flags: Sequence[str]) -> Iterator[Clinic]:
     """The lab's pods serve, the API server runs on the node, and the agent has seen the Service."""
-    from tests.served import FromServer, api_server  # aiohttp takes seconds in a guest, where nobody asks for this
+    from tests.served import api_server  # aiohttp takes seconds in a guest, where nobody asks for this
 
     lab.serve(*PODS, "pod4", http=(HTTP,), udp=())
     lab.serve("remote1", http=(HTTP,), udp=())
     with api_server(lab) as api:
         api.put({"kind": "ServiceCIDR", "apiVersion": "networking.k8s.io/v1",
                  "metadata": {"name": "kubernetes"}, "spec": {"cidrs": list(SERVICE_CIDRS)}})  # fmt: skip
-        agent = FromServer(lab, lab.folder, mode, flags)
+        agent = Agent(lab, lab.folder, mode, flags)
         agent.kubeconfig = api.kubeconfig()
         with agent.serving():
             yield Clinic(lab, api, agent)

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 import yaml
 
+from hybrid_proxy.workshop.lab.agent import Agent
 from hybrid_proxy.workshop.lab.apiserver import ApiServer
 from hybrid_proxy.workshop.lab.network import Lab
-from tests.served import FromServer
 from tests.waiting import until
 
 pytestmark = [pytest.mark.root, pytest.mark.skipif(os.geteuid() != 0, reason="needs root: makes network namespaces")]
@@ -39,11 +39,11 @@ def lab() -> Iterator[Lab]:
         yield made
 
 
-def agent_of(lab: Lab, folder: Path) -> FromServer:
-    return FromServer(lab, folder, "nftables", ("-v", "10"))
+def agent_of(lab: Lab, folder: Path) -> Agent:
+    return Agent(lab, folder, "nftables", ("-v", "10"))
 
 
-def logged(what: str, agent: FromServer) -> None:
+def logged(what: str, agent: Agent) -> None:
     until(lambda: what in agent.log.read_text(), what, 20)
 
 

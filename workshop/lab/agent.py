@@ -47,6 +47,8 @@ class Agent:
     ) -> None:
         self.lab = lab
         self.manifests = manifests
+        self.kubeconfig: Path | str | None = None  # of an API server that it reads instead
+        self.hostname, self.cluster_cidr = NODE_NAMES[place], ",".join(CLUSTER_CIDRS)
         self.mode = mode
         self.flags = tuple(flags)
         self.place = place
@@ -67,11 +69,11 @@ class Agent:
         """The command that runs it, as a person would type it inside the node."""
         return [
             *self.under, *_PROXY, "run",
-            "--manifests", str(self.manifests),
+            *(("--kubeconfig", str(self.kubeconfig)) if self.kubeconfig else ("--manifests", str(self.manifests))),
             "--proxy-mode", self.mode,
             "--strict-mode",
-            "--hostname-override", NODE_NAMES[self.place],
-            "--cluster-cidr", ",".join(CLUSTER_CIDRS),
+            "--hostname-override", self.hostname,
+            "--cluster-cidr", self.cluster_cidr,
             *(("--cgroup", str(self.lab.cgroup)) if self.place == "node" else ("--socket-scope", "off")),
             "--metrics-bind-address", "",
             *self.flags,

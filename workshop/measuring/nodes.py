@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import http.client
 import os
-import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -142,23 +141,9 @@ class ApiAgent(Agent):
         flags: Sequence[str] = (),
         cluster_cidr: str = "10.128.0.0/9",
     ) -> None:
-        super().__init__(lab, lab.folder / "no-manifests", mode, ("--strict-mode", *flags))
-        self.kubeconfig = kubeconfig
-        self.cluster_cidr = cluster_cidr
-
-    @property
-    def argv(self) -> list[str]:
-        return [
-            sys.executable, "-m", "hybrid_proxy.controller", "run",
-            "--kubeconfig", self.kubeconfig,
-            "--proxy-mode", self.mode,
-            "--hostname-override", NODE,
-            "--cluster-cidr", self.cluster_cidr,
-            "--cgroup", str(self.lab.cgroup),
-            "--admin-socket", str(self.socket),
-            "--metrics-bind-address", f"{METRICS[0]}:{METRICS[1]}",
-            *self.flags,
-        ]  # fmt: skip
+        metrics = ("--metrics-bind-address", f"{METRICS[0]}:{METRICS[1]}")
+        super().__init__(lab, lab.folder / "no-manifests", mode, (*metrics, *flags))
+        self.kubeconfig, self.hostname, self.cluster_cidr = kubeconfig, NODE, cluster_cidr
 
     def busy(self, seconds: float) -> float:
         """Returns the part of a CPU that it uses in this time."""
