@@ -33,6 +33,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Final, cast
 
+import msgspec
+
 from hybrid_proxy.workshop.lab import namespace
 
 Address = tuple[str, int]
@@ -47,8 +49,7 @@ _LIMIT: Final = 64 * 1024 * 1024  # bytes that a server sends or takes in one re
 # Clients
 
 
-@dataclass(frozen=True, slots=True)
-class Reply:
+class Reply(msgspec.Struct, frozen=True):
     """A server's answer."""
 
     pod: str
@@ -97,7 +98,7 @@ def ask_tcp(connection: socket.socket, *, body: bytes = b"", close: bool = False
     """
     head = f"POST / HTTP/1.1\r\nHost: lab\r\nContent-Length: {len(body)}\r\n"
     connection.sendall((head + ("Connection: close\r\n\r\n" if close else "\r\n")).encode() + body)
-    return _reply(_read_body(connection))
+    return msgspec.json.decode(_read_body(connection), type=Reply)
 
 
 def download(connection: socket.socket, size: int) -> int:
@@ -140,17 +141,7 @@ def ask_udp(sender: socket.socket, target: Address | None = None, *, text: str =
     else:
         sender.sendto(text.encode(), target)
         data, source = sender.recvfrom(65536)
-    return _reply(data), (source[0], source[1])
-
-
-def _reply(data: bytes) -> Reply:
-    fields = json.loads(data)
-    return Reply(
-        fields["pod"],
-        (fields["peer"][0], fields["peer"][1]),
-        (fields["local"][0], fields["local"][1]),
-        fields["received"],
-    )
+    return msgspec.json.decode(data, type=Reply), (source[0], source[1])
 
 
 @dataclass
@@ -393,11 +384,9 @@ class _Http(asyncio.Protocol):
             if self.request is None and not self._head():
                 return
             taken = min(self.body_left, len(self.buffer))
-            self.buffer, self.body_left, self.received = (
-                self.buffer[taken:],
-                self.body_left - taken,
-                self.received + taken,
-            )
+            self.buffer = self.buffer[taken:]
+            self.body_left -= taken
+            self.received += taken
             if self.body_left:
                 return
             self._answer()
@@ -428,7 +417,7 @@ class _Http(asyncio.Protocol):
             kind, body = "application/octet-stream", bytes(int(size))
         else:
             peer, local = (self.transport.get_extra_info(name)[:2] for name in ("peername", "sockname"))
-            kind, body = "application/json", _who(self.pod, peer, local, self.received)
+            kind, body = "application/json", msgspec.json.encode(Reply(self.pod, peer, local, self.received)) + b"\n"
         last = "close" if close else "keep-alive"
         head = f"HTTP/1.1 200 OK\r\nContent-Type: {kind}\r\nContent-Length: {len(body)}\r\nConnection: {last}\r\n\r\n"
         self.transport.write(head.encode() + body)
@@ -448,11 +437,7 @@ class _Udp(asyncio.DatagramProtocol):
 
     def datagram_received(self, data: bytes, addr: tuple[Any, ...]) -> None:
         local = self.transport.get_extra_info("sockname")[:2]
-        self.transport.sendto(_who(self.pod, addr[:2], local, len(data)), addr)
-
-
-def _who(pod: str, peer: Sequence[Any], local: Sequence[Any], received: int) -> bytes:
-    return json.dumps({"pod": pod, "peer": [*peer], "local": [*local], "received": received}).encode() + b"\n"
+        self.transport.sendto(msgspec.json.encode(Reply(self.pod, addr[:2], local, len(data))) + b"\n", addr)
 
 
 async def _serve(places: Sequence[tuple[str, Path, Sequence[str]]], http: Sequence[int], udp: Sequence[int]) -> None:
