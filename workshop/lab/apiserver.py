@@ -187,26 +187,20 @@ class Kept:
         self.objects: dict[str, Stored] = {}
         self.history: deque[Change] = deque(maxlen=window)
         self.floor = 0  # a watch from an earlier version gets 410
-        self.ordered: list[Stored] | None = None  # cache of the sorted objects
         self.snapshots: dict[int, list[Stored]] = {}  # what continued lists go on with
         self.served = True
         self.faults = Faults()
 
     def sorted(self) -> list[Stored]:
-        if self.ordered is None:
-            self.ordered = [self.objects[key] for key in sorted(self.objects)]
-        return self.ordered
+        return [self.objects[key] for key in sorted(self.objects)]
 
     def remember(self, change: Change) -> None:
         if len(self.history) == self.history.maxlen:
             self.floor = self.history[0].version
         self.history.append(change)
-        self.ordered = None
 
     def since(self, version: int) -> list[Change]:
-        fresh = list(itertools.takewhile(lambda change: change.version > version, reversed(self.history)))
-        fresh.reverse()
-        return fresh
+        return list(itertools.takewhile(lambda change: change.version > version, reversed(self.history)))[::-1]
 
 
 class Request(NamedTuple):
@@ -300,7 +294,6 @@ class ApiServer:
             for kept in self._kinds.values():
                 kept.faults.clear()
                 kept.objects.clear()
-                kept.ordered = None
                 kept.served = True
             self._events.clear()
             self.event_faults.clear()
@@ -528,12 +521,8 @@ class ApiServer:
             await runner.setup()
             site = web.TCPSite(runner, "127.0.0.1", 0, ssl_context=tls)
             await site.start()
-            port = runner.addresses[0][1]
-            if tls:
-                self.port = port
-            else:
-                self.control_port = port
             runners.append(runner)
+        self.port, self.control_port = (runner.addresses[0][1] for runner in runners)
         return runners
 
     def _wake(self, plural: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from operator import attrgetter
 from typing import Any, Final, NamedTuple
 
 from hybrid_proxy.controller.commands.packet_columns import VERDICTS
@@ -68,10 +69,6 @@ def latency(value: float | None) -> str:
     return f"{scaled:.{1 if scaled < 9.95 else 0}f}{unit}"
 
 
-def _of(column: str) -> Callable[[Any], Any]:
-    return lambda row: getattr(row, column)
-
-
 def _shown(column: str, text: Callable[[Any], str]) -> Callable[[Any], str]:
     return lambda row: text(getattr(row, column))
 
@@ -83,33 +80,33 @@ def _frontends(row: ServiceRates) -> str:
 
 
 def _text(column: str, title: str, text: Callable[[Any], str] = str, leave: int = 0) -> Column:
-    return Column(title, _of(column), _shown(column, text), falling=False, right=False, leave=leave)
+    return Column(title, attrgetter(column), _shown(column, text), falling=False, right=False, leave=leave)
 
 
 _TRAFFIC: Final = (
-    Column("packets/s", _of("packets"), _shown("packets", rate), leave=7),
-    Column("in/s", _of("request_bytes"), _shown("request_bytes", size), leave=4),
-    Column("out/s", _of("reply_bytes"), _shown("reply_bytes", size), leave=3),
-    Column("connect", _of("connect"), _shown("connect", latency), leave=6),
+    Column("packets/s", attrgetter("packets"), _shown("packets", rate), leave=7),
+    Column("in/s", attrgetter("request_bytes"), _shown("request_bytes", size), leave=4),
+    Column("out/s", attrgetter("reply_bytes"), _shown("reply_bytes", size), leave=3),
+    Column("connect", attrgetter("connect"), _shown("connect", latency), leave=6),
 )
-_TOTAL: Final = Column("conn total", _of("total"), _shown("total", number), leave=9)
+_TOTAL: Final = Column("conn total", attrgetter("total"), _shown("total", number), leave=9)
 SERVICES: Final = (
     _text("name", "service"),
-    Column("conn/s", _of("connections"), _shown("connections", rate)),
+    Column("conn/s", attrgetter("connections"), _shown("connections", rate)),
     *_TRAFFIC,
-    Column("first p99", _of("first_packet"), _shown("first_packet", latency), leave=5),
-    Column("backends", _of("backends"), _shown("backends", number), leave=5),
+    Column("first p99", attrgetter("first_packet"), _shown("first_packet", latency), leave=5),
+    Column("backends", attrgetter("backends"), _shown("backends", number), leave=5),
     Column("state", lambda row: (row.failing, row.state != "serving"), _shown("state", str), right=False),
     _text("protocol", "protocol", leave=8),
     _TOTAL,
-    Column("frontends", _of("frontends"), _frontends, falling=False, right=False, leave=2),
+    Column("frontends", attrgetter("frontends"), _frontends, falling=False, right=False, leave=2),
 )
 BACKENDS: Final = (
     _text("address", "backend"),
-    Column("share", _of("share"), _shown("share", percent)),
-    Column("conn/s", _of("connections"), _shown("connections", rate)),
+    Column("share", attrgetter("share"), _shown("share", percent)),
+    Column("conn/s", attrgetter("connections"), _shown("connections", rate)),
     *_TRAFFIC,
-    Column("failures", _of("failures"), _shown("failures", number), leave=2),
+    Column("failures", attrgetter("failures"), _shown("failures", number), leave=2),
     _text("state", "health", lambda state: state.partition(": ")[0]),
     _TOTAL,
     _text("protocol", "protocol", leave=8),
@@ -117,18 +114,18 @@ BACKENDS: Final = (
 )
 REASONS: Final = (
     _text("kind", "verdict", lambda kind: VERDICTS[kind].text)._replace(value=lambda row: KINDS.index(row.kind)),
-    Column("each second", _of("rate"), _shown("rate", rate)),
-    Column("total", _of("total"), _shown("total", number)),
+    Column("each second", attrgetter("rate"), _shown("rate", rate)),
+    Column("total", attrgetter("total"), _shown("total", number)),
     _text("key", "reason", lambda key: WORDS.get(key.partition(" ")[0], key))._replace(wrap=36),
     _text("key", "counter", leave=1),
 )
 MAPS: Final = (
     _text("key", "map"),
-    Column("full", _of("fill"), _shown("fill", percent)),
-    Column("used", _of("used"), _shown("used", number)),
-    Column("room now", _of("entries"), _shown("entries", number), leave=2),
-    Column("at most", _of("bound"), _shown("bound", number), leave=1),
-    Column("memory", _of("bytes"), _shown("bytes", size), leave=3),
+    Column("full", attrgetter("fill"), _shown("fill", percent)),
+    Column("used", attrgetter("used"), _shown("used", number)),
+    Column("room now", attrgetter("entries"), _shown("entries", number), leave=2),
+    Column("at most", attrgetter("bound"), _shown("bound", number), leave=1),
+    Column("memory", attrgetter("bytes"), _shown("bytes", size), leave=3),
 )
 PADDING: Final = 2  # characters of a column besides its text
 ARROW: Final = 1  # after the title of the column by which rows are sorted
