@@ -260,12 +260,12 @@ class Ebpf(Programmer):
             change = change._replace(moving=newly_receiving(change.before, table, change.names))
         if first and self.datapath.programs is None and not self.datapath.growing:
             self.datapath.prepare(sizes.needs(table.entries()))
+        if first or change.moving:
+            self.foreign.begin_move(change.before, table)
         if first:
-            self.foreign.before_first(change.before, table)
+            self.foreign.read()  # enters them before the first packet could begin a flow in their place
             if self.options.all_or_nothing or not self.maps.adopted:
                 self.foreign.check_room()
-        elif change.moving:
-            self.foreign.begin_move(change.before, table)
         return change
 
     def _write(self, change: Change) -> tuple[int, int]:

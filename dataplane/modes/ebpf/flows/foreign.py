@@ -94,15 +94,6 @@ class ForeignFlows:
 
     # Changes of the table
 
-    def before_first(self, before: ServiceTable, table: ServiceTable) -> None:
-        """Enters foreign flows before the first packet could begin one in their place.
-
-        Raises:
-            DataplaneError, OSError: conntrack cannot be read.
-        """
-        self.begin_move(before, table)
-        self.read()
-
     def begin_move(self, before: ServiceTable, table: ServiceTable) -> None:
         """Finds foreign flows to the services of both tables from now on, until `programmed` is called."""
         with self._lock:

@@ -31,28 +31,25 @@ class SourceRanges:
 
     def __init__(self, maps: dict[int, Map]) -> None:
         self._maps = maps
-        self._known: dict[tuple[int, int], tuple[str, ...]] = {}  # service and family -> its ranges
+        self._known: dict[tuple[int, int], set[bytes]] = {}  # service and family -> the keys of its ranges
 
     def allow(self, service: int, family: int, cidrs: tuple[str, ...]) -> None:
         """Allows clients from these ranges, and from no others."""
-        before = self._known.get((service, family), ())
-        for cidr in dict.fromkeys(cidrs):
-            if cidr not in before:
-                self._maps[family].update(self._key(service, family, cidr), bytes(4))
+        before = self._known.get((service, family), set())
         wanted = {self._key(service, family, cidr) for cidr in cidrs}
-        for cidr in before:
-            if (key := self._key(service, family, cidr)) not in wanted:
-                self._maps[family].delete(key)
-        if cidrs:
-            self._known[service, family] = cidrs
+        for key in wanted - before:
+            self._maps[family].update(key, bytes(4))
+        for key in before - wanted:
+            self._maps[family].delete(key)
+        if wanted:
+            self._known[service, family] = wanted
         else:
             self._known.pop((service, family), None)
 
     def only(self) -> None:
         """Removes ranges that a previous agent left and the present table does not have."""
         for family, known in self._maps.items():
-            ranges = ((service, cidrs) for (service, of), cidrs in self._known.items() if of == family)
-            wanted = {self._key(service, family, cidr) for service, cidrs in ranges for cidr in cidrs}
+            wanted = {key for (_, of), keys in self._known.items() if of == family for key in keys}
             for key in known.elements().keys() - wanted:
                 known.delete(key)
 
