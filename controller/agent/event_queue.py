@@ -21,10 +21,6 @@ Message = TypeVar("Message")
 CAPACITY: Final = 2048  # objects with queued events: two seconds of 1,000 changes a second, some MB
 
 
-class _Wake:
-    """There are events."""
-
-
 class EventQueue(Generic[Message]):
     """One thread takes, any thread puts.
 
@@ -34,7 +30,7 @@ class EventQueue(Generic[Message]):
     def __init__(self, capacity: int = CAPACITY) -> None:
         self._capacity = capacity
         # The one queue of the library that a signal handler may put into while its own thread takes.
-        self._messages: queue.SimpleQueue[Message | _Wake] = queue.SimpleQueue()
+        self._messages: queue.SimpleQueue[Message | None] = queue.SimpleQueue()  # None: there are events
         self._lock = threading.Lock()
         self._taken = threading.Condition(self._lock)
         self._events = PendingEvents()
@@ -58,7 +54,7 @@ class EventQueue(Generic[Message]):
             self.most = max(self.most, len(self._events))
             wake, self._woken = not self._woken, True
         if wake:
-            self._messages.put(_Wake())
+            self._messages.put(None)
 
     def take(self, timeout: float, *, messages_only: bool = False) -> tuple[list[QueuedEvent], list[Message]]:
         """Everything that is queued; if nothing is, what comes first within `timeout` seconds.
@@ -75,7 +71,7 @@ class EventQueue(Generic[Message]):
         with contextlib.suppress(queue.Empty):
             found = self._messages.get(timeout=timeout) if timeout > 0 else self._messages.get_nowait()
             while True:
-                if not isinstance(found, _Wake):
+                if found is not None:
                     messages.append(found)
                 found = self._messages.get_nowait()
         with self._lock:

@@ -142,10 +142,7 @@ class SourceHealth:
     def news(self, kind: str) -> int:
         """Returns a number that grows when another kind than this one has news."""
         with self._changed:
-            return self._news_for(kind)
-
-    def _news_for(self, kind: str) -> int:
-        return sum(self._news.values()) - self._news[kind]
+            return sum(self._news.values()) - self._news[kind]
 
     def ring(self, kind: str) -> None:
         """Note that the obstacle of this kind has ended: the pauses of the others end, too."""
@@ -162,7 +159,7 @@ class SourceHealth:
         earliest, end = now + min(least, seconds), now + seconds
         while (left := end - time.monotonic()) > 0 and not self._connection.changed():
             with self._changed:
-                early = self._news_for(kind) != news
+                early = self.news(kind) != news
                 to_earliest = earliest - time.monotonic()
                 if self._closed or (early and to_earliest <= 0):
                     return
@@ -188,6 +185,5 @@ class SourceHealth:
                 return self._asker == kind
             if self._asker == kind:
                 self._asker = ""
-                self._news[kind] += 1
-                self._changed.notify_all()
+                self.ring(kind)
             return True
