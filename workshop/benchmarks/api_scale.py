@@ -199,7 +199,7 @@ def _weather(load: Load, api: ApiProcess, agent: ApiAgent, found: Outcome) -> No
     """Begins faults while the API server makes changes, and samples memory each second."""
     faults = itertools.cycle(FAULTS.items())
     start, used = time.monotonic(), agent.processor_seconds()
-    api.churn(load.rate, load.seconds)
+    api.control("churn", rate=load.rate, seconds=load.seconds)
     next_fault, next_sample, number = load.fault_every, 0.0, 0
     while (now := time.monotonic() - start) < load.seconds:
         if now >= next_sample:

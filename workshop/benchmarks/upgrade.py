@@ -160,7 +160,6 @@ def _replace(former: Agent, following: Agent, streams: Sequence[Tally]) -> dict[
     time.sleep(1)
     found = CARRIED.search(following.log.read_text())
     assert following.process is not None
-    peak = resident(following.process.pid)["VmHWM"]
     if found is not None and int(found[1]) < FLOWS:
         print(f"only {found[1]} flows were carried over", file=sys.stderr)
     return {
@@ -168,5 +167,5 @@ def _replace(former: Agent, following: Agent, streams: Sequence[Tally]) -> dict[
         "carrying": int(found[2]) / 1000 if found else 0.0,
         "gap_ms": 1000 * max(stream.slowest_answer for stream in streams),
         "processor": following.processor_seconds(),
-        "memory_mb": peak,
+        "memory_mb": resident(following.process.pid)["VmHWM"],
     }

@@ -1035,7 +1035,6 @@ def main() -> None:
     parser.add_argument("--services", type=int, default=0)
     parser.add_argument("--endpoints", type=int, default=10, help="of each service")
     parser.add_argument("--health-checks", type=int, default=0, help="services with a health-check node port")
-    parser.add_argument("--node", action="append", help="names of nodes (node-0)")
     parser.add_argument("--watch-list", action="store_true", help="a watch may begin with all objects")
     parser.add_argument("--window", type=int, default=4096, help="changes of a kind that a watch can go back")
     parser.add_argument("--bookmarks", type=float, default=60.0, help="seconds between bookmarks, as real servers")
@@ -1044,7 +1043,7 @@ def main() -> None:
     parent = os.getppid()
     server = ApiServer(window=options.window, bookmark_every=options.bookmarks, watch_list=options.watch_list)
     with contextlib.suppress(KeyboardInterrupt), server as api:
-        api.populate(options.services, options.endpoints, options.node or ["node-0"], options.health_checks)
+        api.populate(options.services, options.endpoints, health_checks=options.health_checks)
         print(api.kubeconfig(), api.control, sep="\n", flush=True)
         while os.getppid() == parent:
             time.sleep(0.5)

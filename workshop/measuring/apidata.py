@@ -33,7 +33,6 @@ class ApiProcess:
         self,
         services: int,
         endpoints: int,
-        nodes: tuple[str, ...] = ("node-0",),
         lab: Lab | None = None,
         health_checks: int = 0,
         watch_list: bool = False,
@@ -42,7 +41,7 @@ class ApiProcess:
         command = [
             sys.executable, "-m", "hybrid_proxy.workshop.lab.apiserver", "--services", str(services),
             "--endpoints", str(endpoints), "--health-checks", str(health_checks), "--window", str(window),
-            *(["--watch-list"] if watch_list else []), *(word for name in nodes for word in ("--node", name)),
+            *(["--watch-list"] if watch_list else []),
         ]  # fmt: skip
         if lab is None:
             self._process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
@@ -91,12 +90,8 @@ class ApiProcess:
         """Returns the sockets behind each ClusterIP."""
         return {address: set(sockets) for address, sockets in self.control("table").items()}
 
-    def churn(self, rate: float, seconds: float) -> None:
-        """Let `rate` services a second change for so long; it goes on by itself."""
-        self.control("churn", rate=rate, seconds=seconds)
-
     def churned(self) -> list[tuple[int, int | None, int]]:
-        """Wait for the end of the churn; returns each change's service, when it was written and when it was made.
+        """Wait for the end of `control("churn")`; returns each change's service, and when it was written and made.
 
         Both are CLOCK_MONOTONIC in ns; written is None where nobody watched at that moment, or too long ago.
         """
