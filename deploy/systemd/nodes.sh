@@ -1,16 +1,23 @@
 #!/bin/sh
-# Steps of docs/migration.md (With services of systemd) on the Ready nodes of Linux with a label: ten at a time, by ssh
-# at the node's name, as root or as LOGIN, who may use sudo without a password. Each line begins with the node that says it.
+# Steps of docs/migration.md (With services of systemd) on the Ready nodes of Linux with a label: by ssh at the node's name,
+# as root or as LOGIN, who may use sudo without a password. Each line begins with the node that says it.
 #
+#   sh nodes.sh install hybrid-proxy.io/wave=1     installs or upgrades (docs/operations.md); restarts an agent that runs
 #   sh nodes.sh start hybrid-proxy.io/wave=1       starts the service, and waits until its agent serves
 #   sh nodes.sh takeover hybrid-proxy.io/wave=1    removes what kube-proxy left
 #   sh nodes.sh stop hybrid-proxy.io/wave=1        ends the service; what it programmed serves
 #   sh nodes.sh cleanup hybrid-proxy.io/wave=1     waits for kube-proxy's first sync, and removes what the agent left
 #
+# takeover and cleanup begin on all nodes at once, because each may wait long for open flows, and the others on AT_ONCE (10).
+# install begins on no more nodes after it has failed on one. It takes the wheel and requirements.txt from the folder RELEASE
+# (.), and NODE.conf from the folder KUBECONFIGS (.); a node keeps the configuration that it has, and, without NODE.conf, its
+# kubeconfig.
 # Exit code 1: it failed on a node, or no Ready node has the label. LONGEST is how many seconds it waits for a proxy, DRAIN
 # how many for open flows (default: until the last one is over), METRICS another address of kube-proxy's metrics.
 set -eu
 : "${LOGIN:=root}" "${LONGEST:=600}" "${DRAIN:=}" "${METRICS:=http://127.0.0.1:10249/metrics}"
+: "${AT_ONCE:=10}" "${RELEASE:=.}" "${KUBECONFIGS:=.}"
+new=/opt/hybrid-proxy/new
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
 
@@ -25,10 +32,37 @@ await() {
     echo "given up after $LONGEST s"
     return 1
 }
-start() {
-    systemctl enable -q --now hybrid-proxy
+serving() {
     await hybrid-proxy status --exit-code || { hybrid-proxy status; return 1; }
     hybrid-proxy status | head -n 1
+}
+start() {
+    systemctl enable -q --now hybrid-proxy
+    serving
+}
+# What RELEASE.md and docs/operations.md say, with files that are in `new`: NODE.conf there, all others in `files`.
+install_all() {
+    trap 'rm -rf "$new"' EXIT
+    cd "$new/files"
+    if [ ! -x /opt/hybrid-proxy/bin/pip ]; then
+        if command -v apt-get; then apt-get update -q && apt-get install -q -y python3-venv libbpf1 iptables; fi
+        python3 -m venv /opt/hybrid-proxy
+    fi >/dev/null
+    /opt/hybrid-proxy/bin/pip install --quiet --require-hashes -r requirements.txt
+    # A build of the same version replaces another one, too.
+    /opt/hybrid-proxy/bin/pip install --quiet --no-deps --force-reinstall ./hybrid_proxy-*_"$(uname -m)".whl
+    mkdir -p /usr/local/bin /usr/local/share/man/man8
+    ln -sf /opt/hybrid-proxy/bin/hybrid-proxy /usr/local/bin/
+    ln -sf /opt/hybrid-proxy/share/man/man8/hybrid-proxy.8 /usr/local/share/man/man8/
+    install -d -m 700 /etc/hybrid-proxy
+    for each in ../*.conf; do
+        [ ! -e "$each" ] || install -m 600 "$each" /etc/hybrid-proxy/kubeconfig.conf
+    done
+    [ -e /etc/hybrid-proxy/kubeconfig.conf ] || { echo "neither a kubeconfig, nor NODE.conf for it"; return 1; }
+    [ -e /etc/hybrid-proxy/config.conf ] || install -m 600 config.conf /etc/hybrid-proxy/
+    install -D -m 644 -t /etc/systemd/system hybrid-proxy.service
+    systemctl daemon-reload
+    if systemctl is-active -q hybrid-proxy; then systemctl restart hybrid-proxy && serving; else echo installed; fi
 }
 # It is refused while a kube-proxy is about to end.
 takeover() {
@@ -55,21 +89,45 @@ cleanup() {
 set -e
 "$step"
 STEPS
-# What is said again and again is printed once.
-# shellcheck disable=SC2016 # awk's
-echo '$0 != last { print node ": " $0; fflush() } { last = $0 }' >"$folder/lines"
+# What is said again and again is printed once. xargs begins nothing more after an exit code of 255.
+cat >"$folder/lines" <<'LINES'
+$0 != last { print node ": " $0; fflush() }
+{ last = $0 }
+END { exit last ~ /^FAILED \(/ ? code : 0 }
+LINES
 
-case "${1:-}" in start | takeover | stop | cleanup) ;; *) set -- ;; esac
+case "${1:-}" in install | start | takeover | stop | cleanup) ;; *) set -- ;; esac
 [ $# -eq 2 ] || { sed -n '2,/^set/s/^# \{0,1\}//p' "$0" >&2; exit 2; }
-{ printf 'step=%s LONGEST=%s DRAIN=%s METRICS=%s\n' "$1" "$LONGEST" "$DRAIN" "$METRICS"; cat "$folder/steps"; } >"$folder/script"
+step=$1 code=0
+case "$step" in
+    takeover | cleanup) AT_ONCE=0 ;;
+    install)
+        step=install_all code=255 here=$(dirname "$0")
+        mkdir "$folder/files"
+        cp "$RELEASE"/hybrid_proxy-*.whl "$RELEASE/requirements.txt" "$here/hybrid-proxy.service" "$here/../base/config.conf" "$folder/files"
+        ;;
+esac
+{ printf 'step=%s new=%s LONGEST=%s DRAIN=%s METRICS=%s\n' "$step" "$new" "$LONGEST" "$DRAIN" "$METRICS"; cat "$folder/steps"; } >"$folder/script"
+# On one node: its files, if there are any, and the step.
+cat >"$folder/reach" <<'REACH'
+reach() { ssh -o BatchMode=yes "$LOGIN@$node" "$shell$1" 2>&1; }
+node=$1
+{
+    {
+        if [ -e "$folder/files" ]; then
+            set -- -C "$folder" files
+            [ ! -e "$KUBECONFIGS/$node.conf" ] || set -- -C "$KUBECONFIGS" "$node.conf" "$@"
+            tar cf - "$@" | reach " -c 'mkdir -p ${new%/*} && rm -rf $new && mkdir -m 700 $new && tar xof - -C $new'"
+        fi && reach "" <"$folder/script"
+    } || echo "FAILED ($?)"
+} | awk -v node="$node" -v code="$code" -f "$folder/lines"
+REACH
 ready='{.status.conditions[?(@.type=="Ready")].status}'
 kubectl get nodes -l "$2,kubernetes.io/os=linux" -o "jsonpath={range .items[*]}{.metadata.name} $ready{'\n'}{end}" >"$folder/nodes"
 awk '$2 == "True" { print $1 }' "$folder/nodes" >"$folder/reached"
 awk '$2 != "True" { print $1 ": left out, because it is not Ready" }' "$folder/nodes" >&2
 [ -s "$folder/reached" ] || { echo "nodes: no Ready node of Linux has the label $2" >&2; exit 1; }
 [ "$LOGIN" = root ] && shell="sh" || shell='sudo -n sh'
-export LOGIN shell folder
-# shellcheck disable=SC2016 # the inner shell's
-xargs -n 1 -P 10 sh -c '{ ssh -o BatchMode=yes "$LOGIN@$1" "$shell" <"$folder/script" 2>&1 || echo "FAILED ($?)"; } | awk -v node="$1" -f "$folder/lines"' \
-    nodes <"$folder/reached" | tee "$folder/said"
+export LOGIN shell folder code new KUBECONFIGS
+xargs -n 1 -P "$AT_ONCE" sh "$folder/reach" <"$folder/reached" | tee "$folder/said"
 ! grep -q ': FAILED ([0-9]*)$' "$folder/said"

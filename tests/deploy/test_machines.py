@@ -17,7 +17,7 @@ import pytest
 
 from hybrid_proxy.workshop import release
 from tests.docs.pages import blocks
-from tests.fakes.cluster import Cluster
+from tests.fakes.cluster import READY, Cluster
 from tests.waiting import until
 
 from .machine import Machine
@@ -83,6 +83,57 @@ def test_nothing_of_a_service_stays(tmp_path: Path) -> None:
         node.run(lines("docs/operations.md", "service", "removal"))
         assert node.run(look) == ""
     assert {plural: set(items) for plural, items in cluster.objects.items()} == before
+
+
+def test_one_command_installs_and_upgrades_many_nodes(tmp_path: Path) -> None:
+    """By ssh to three names of one machine; pip is a stand-in that makes the program of the wheel."""
+    cluster = Cluster()
+    for name in ("node-1", "node-2", "node-3"):
+        labels = {"kubernetes.io/os": "linux"}
+        node = {"kind": "Node", "apiVersion": "v1", "metadata": {"name": name, "labels": labels}}
+        cluster.put("nodes", node | {"status": {"conditions": [READY]}})
+    tools = {
+        "apt-get": "",
+        "python3": """[ "$2" = venv ] || exit 1
+            mkdir -p $3/bin
+            echo 'echo "pip $*" >>/etc/log; for wheel; do :; done; install $wheel ${0%pip}hybrid-proxy' >$3/bin/pip
+            chmod 755 $3/bin/pip""",
+        "systemctl": """echo "$*" >>/etc/log; [ "$1" != is-active ] || [ -e /etc/runs ]""",
+        "ssh": 'echo "$3" >>/etc/reached; [ "$3" != "root@$GONE" ] || exit 255; shift 3; exec sh -c "$*"',
+    }
+    wheel = f"hybrid_proxy-0.1.0-cp311-abi3-linux_{os.uname().machine}.whl"
+    install = lines("docs/operations.md", "service", "all")
+    with Machine("node", tmp_path, cluster.url, tools) as node:
+        node.run(
+            "mkdir ../release; touch ../release/hybrid_proxy-0.1.0-cp311-abi3-linux_z.whl ../release/requirements.txt"
+        )
+        node.run(f"printf '#!/bin/sh\\necho OK: $1\\n' >../release/{wheel}; chmod 755 ../release/{wheel}")
+        variables = {"GONE": "", "AT_ONCE": "1"}
+        said = node.run(f"{install} && exit 1; true", **variables)
+        assert said.count("neither a kubeconfig") == 1, "it goes on after a failure"
+        node.run("for n in 1 2 3; do echo kubeconfig $n >node-$n.conf; done; rm /etc/log")
+        assert re.findall("^(.*): installed$", node.run(install, **variables), re.MULTILINE) == sorted(
+            cluster.objects["nodes"]
+        )
+        assert node.run("stat -c '%a %n' /etc/hybrid-proxy/*; cat /etc/hybrid-proxy/kubeconfig.conf").split("\n") == [
+            "600 /etc/hybrid-proxy/config.conf", "600 /etc/hybrid-proxy/kubeconfig.conf", "kubeconfig 3", "",
+        ]  # fmt: skip
+        log = node.run("cat /etc/log")
+        assert "pip install --quiet --require-hashes -r requirements.txt" in log
+        assert log.count(f"--force-reinstall ./{wheel}") == 3
+        assert "restart" not in log
+        same = "cmp /etc/systemd/system/hybrid-proxy.service deploy/systemd/hybrid-proxy.service; hybrid-proxy status"
+        assert node.run(same) == "OK: status\n"
+        # An upgrade.
+        node.run("rm node-* /etc/log /etc/reached; touch /etc/runs; echo own >/etc/hybrid-proxy/config.conf")
+        assert node.run(install, **variables).count(": OK: status\n") == 3
+        assert node.run("cat /etc/hybrid-proxy/*.conf").splitlines() == ["own", "kubeconfig 3"]
+        assert node.run("cat /etc/log").count("daemon-reload\nis-active -q hybrid-proxy\nrestart hybrid-proxy\n") == 3
+        node.run("rm /etc/reached")
+        said = node.run(f"{install} && exit 1; true", **(variables | {"GONE": "node-2"}))
+        assert re.findall("^(.*): (?:OK|FAILED)", said, re.MULTILINE) == ["node-1", "node-2"]
+        assert "node-3" not in node.run("cat /etc/reached")
+        assert not node.run("ls -d /opt/hybrid-proxy/new 2>&- || true")
 
 
 TRIED = (
