@@ -460,24 +460,21 @@ def test_its_page_is_shown_and_names_the_values_that_exist_and_no_others() -> No
     assert (len(named), set(named)) == (len(exist), exist)
 
 
-def test_the_page_of_a_migration_gives_the_chart_the_image_and_all_flags() -> None:
-    """The rows of its table, typed together as they stand there."""
+def test_the_page_of_a_migration_gives_the_chart_one_file_of_values(tmp_path: Path) -> None:
+    """Each row of its table in that file, which every command names: tests/docs/live/test_waves.py types them."""
     page = (DEPLOY.parent / "docs/migration.md").read_text()
-    rows = re.findall(r"^\| .*\| `(helm upgrade [^`]*)`|^\| `components/.* \| `(--set [^`]*)`", page, re.MULTILINE)
-    command, phases, *flags = (install or flag for install, flag in rows)
-    assert "--set phase=STEP " in phases  # tests/docs/live/test_waves.py types it
-    image = re.search(r"--set image\.repository=(\S+)", command)
-    assert image, "the chart does not read components/image"
-    for flag in flags:
-        done = subprocess.run(
-            ["sh", "-c", f"{command.replace('helm upgrade --install', f'{program()} template')} {flag}"],
-            cwd=DEPLOY.parent, capture_output=True, text=True, check=False,
-        )  # fmt: skip
-        assert done.returncode == 0, (flag, done.stderr)
-        assert f"image: {image[1].split(',')[0]}:" in done.stdout
-    assert sum("extraArgs" in flag and "service-proxy-name" not in flag for flag in flags) == 1, (
-        "of several lists the last counts"
-    )
+    (values,) = re.findall(r"^```yaml\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
+    commands = re.findall(r"^\| .*\| `(helm upgrade [^`]*)`", page, re.MULTILINE)
+    assert len(commands) == 2
+    assert all(" -f ../site/values.yaml" in command for command in commands)
+    rows = re.findall(r"^\| `components/.* \| (?:in that file: )?`(\w+: [^`]*)`", page, re.MULTILINE)
+    assert len(rows) == 3
+    for row in rows:
+        (tmp_path / "values.yaml").write_text(f"{values}{row}\n")
+        objects = rendered("-f", str(tmp_path / "values.yaml"), "--set", "apiServer=")
+        image = f"{yaml.safe_load(values)['image']['repository']}:{TAG}"
+        pod = next(item for item in objects if item["kind"] == "DaemonSet")["spec"]["template"]["spec"]
+        assert {container["image"] for container in (*pod["initContainers"], *pod["containers"])} == {image}
 
 
 def test_it_is_a_chart_of_this_version() -> None:

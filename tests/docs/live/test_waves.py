@@ -80,14 +80,14 @@ def typed(name: str) -> list[str]:
 def with_the_chart(line: str) -> str:
     """The page's own words for who has the chart; a release is what its objects are."""
     for kustomization, cells in table(PAGE, "| kustomizations | chart |").items():
-        pattern = re.escape(kustomization.strip("`")).replace("STEP", r"(\w+)")
-        if found := re.fullmatch(pattern, line):
+        pattern = re.escape(kustomization.strip("`")).replace("STEP", r"([\w-]+)")
+        if found := re.search(pattern, line):
             typed = cells["chart"].strip("`").replace("STEP", found[1] if found.groups() else "")
             made = re.sub(r"^helm uninstall (\S+).*", r"cat \1 | kubectl delete -f -", typed)
             template = rf"{helm.program()} template \1 | tee \1 | kubectl apply -f -"
             made = re.sub(r"^helm upgrade --install ((\S+) .*)", template.replace(r"tee \1", r"tee \2"), made)
             assert made != typed, line
-            return made
+            return line.replace(found[0], made)
     return line
 
 
@@ -115,6 +115,8 @@ class Walk:
     def __init__(self, folder: Path, execute: Execute | None = None, workers: int = 20) -> None:
         self.cluster, self.folder, self.agents = Cluster(execute), tree(folder), folder / "agents"
         self.agents.mkdir()
+        (values,) = re.findall(r"^```yaml\n(.*?)^```", (ROOT / PAGE).read_text(), re.MULTILINE | re.DOTALL)
+        (folder / "site/values.yaml").write_text(values)
         for name in ("cp", *(f"worker{n}" for n in range(1, workers + 1)), "windows"):
             labels = {"kubernetes.io/os": "windows" if name == "windows" else "linux"}
             node = {"kind": "Node", "apiVersion": "v1", "metadata": {"name": name, "labels": labels}, "spec": {}}
@@ -320,7 +322,7 @@ def test_wave_after_wave_with_an_abort(way: Callable[[str], str], tmp_path: Path
 
 
 # What a node's shell finds: an agent of systemd runs where there is a file; kube-proxy has synced when it was
-# asked before.
+# asked before. Flows are open on each node until the command has begun on all nodes of its wave.
 NODE = {
     "systemctl": """case "$*" in
             "enable -q --now hybrid-proxy") : >"$A/$N" ;;
@@ -330,10 +332,18 @@ NODE = {
     "beside": "kubectl get pods -n kube-system -l k8s-app=kube-proxy -o wide | grep -qw $N",
     "hybrid-proxy": """case "$*" in
             status*) [ "$N" != "$ILL" ] && [ -e "$A/$N" ] && echo "OK: serves" ;;
-            takeover) [ -e "$A/$N" ] && ! beside ;;
-            "cleanup --drain") [ ! -e "$A/$N" ] && beside && [ -e "$A/../$N.asked" ] ;;
+            takeover) [ -e "$A/$N" ] && ! beside && waits takeover ;;
+            "cleanup --drain") [ ! -e "$A/$N" ] && beside && [ -e "$A/../$N.asked" ] && waits cleanup ;;
             *) false ;;
         esac""",
+    "waits": """: >"$A/../$N.$wave.$1"
+        for _ in $(seq 300); do
+            set -- "$1" "$A"/../*."$wave.$1"
+            [ $# -le "${BESIDE:-0}" ] || exit 0
+            sleep 0.1
+        done
+        echo "it did not begin on all nodes"
+        exit 1""",
     "python3": """if [ "$1" = - ]; then [ -e "$A/$N" ] && cat "$A/../exported"; exit; fi
         beside || exit 1
         name=kubeproxy_sync_proxy_rules_last
@@ -358,6 +368,7 @@ def test_wave_after_wave_with_services_of_systemd(tmp_path: Path) -> None:
                 wave=str(wave),
                 ILL=ill,
                 LONGEST="1" if ill else "60",
+                BESIDE=str(len(walk.nodes & walk.labelled("wave", str(wave)))),
                 **login,
             )
         walk.look(name)
@@ -482,6 +493,21 @@ def test_back_undoes_the_strategy(tmp_path: Path) -> None:
     assert strategy() == {"maxUnavailable": "10%"}
     walk.type("strategy")
     assert strategy() == {"maxUnavailable": 1}
+
+
+def test_no_agent_begins_before_its_wave(tmp_path: Path) -> None:
+    """A node without the label: nothing is applied. One that joins in that second gets an agent, and goes back."""
+    walk = Walk(tmp_path)
+    walk.type("labels")
+    walk.shell("kubectl label node worker7 hybrid-proxy.io/kube-proxy- hybrid-proxy.io/wave-")
+    start, _ = typed("start")
+    assert walk.shell(start, 1).split()[-1] == "node/worker7"
+    assert "hybrid-proxy" not in walk.cluster.objects["daemonsets"]
+    walk.shell("kubectl apply -k ../site/kubeadm")
+    until(lambda: walk.pods("hybrid-proxy") == {"worker7"}, "it has an agent")
+    walk.type("joined", 0)
+    walk.type("rollback", 0)
+    assert (walk.pods("kube-proxy"), walk.pods("hybrid-proxy")) == (walk.nodes, set())
 
 
 def test_a_small_cluster_has_waves_without_nodes(tmp_path: Path) -> None:
