@@ -2,7 +2,7 @@
 # Names what this machine lacks for `vagrant up`, before an hour has passed. README.md has what is needed, and what MEMORY
 # and EMULATE mean.
 #
-#   sh vagrant/check.sh    a line for each thing; exit code 1: something is missing
+#   sh vagrant/check.sh    a line for each thing (!: it may do); exit code 1: something is missing
 #
 # shellcheck disable=SC2016,SC2317  # people read the words as they are; `check` calls the functions
 set -u
@@ -46,19 +46,25 @@ check 'Vagrant 2.3 or newer (apt-get install vagrant)' new_vagrant
 check 'rsync (apt-get install rsync)' command -v rsync
 if command -v VBoxManage >/dev/null; then
     check 'VirtualBox (VBoxManage --version says what is wrong)' VBoxManage --version
+    disks=$HOME
     check 'a processor that virtualises (turn it on in the firmware)' grep -Eq 'vmx|svm|CPU implementer' /proc/cpuinfo
 else
     check 'VirtualBox, or Vagrant'\''s plugin for libvirt (apt-get install vagrant-libvirt)' has_plugin
     check 'libvirt (apt-get install libvirt-daemon-system; adduser $USER libvirt, and log in again)' \
         virsh --connect qemu:///system list
+    # Its pool has the machines' disks.
+    disks=$(virsh --connect qemu:///system pool-dumpxml default 2>&- | sed -n 's#.*<path>\(.*\)</path>.*#\1#p')
+    : "${disks:=/var/lib/libvirt/images}"
     [ "${EMULATE:-no}" = yes ] ||
         check 'KVM (modprobe kvm_intel or kvm_amd; or "Without KVM" in README.md)' opens "${KVM:-/dev/kvm}"
 fi
 free=$(awk '/^MemAvailable:/ { print int($2 / 1024) }' /proc/meminfo)
 need=$((3 * ${MEMORY:-2048}))
 check "$need MiB of memory ($free are free)" at_least "$free" "$need"
-free=$(df -Pk "$HOME" | awk 'NR == 2 { print int($4 / 1048576) }')
-check "60 GiB of disk, the most that three machines take ($free are free in $HOME)" at_least "$free" 60
+while [ ! -e "$disks" ]; do disks=$(dirname "$disks"); done
+free=$(df -Pk "$disks" | awk 'NR == 2 { print int($4 / 1048576) }')
+check "20 GiB of disk, to begin with ($free are free in $disks)" at_least "$free" 20
+at_least "$free" 60 || echo "! three machines may grow to 60 GiB in $disks"
 check '192.168.56.0/24 for the machines (ip route get 192.168.56.10 says who has it)' is_unused
 check 'the internet, without a proxy for HTTP (curl https://pkgs.k8s.io says what is wrong)' \
     curl --noproxy '*' -fsSL --max-time 20 -o /dev/null https://pkgs.k8s.io/core:/stable:/v1.34/deb/Release
