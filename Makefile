@@ -110,7 +110,7 @@ pictures: setup ## make the pictures of the demo, of `top` and of a report anew,
 	$(Q)$(PYTHON) -m hybrid_proxy.workshop.lab.recording docs/demo.svg
 	$(Q)$(PYTHON) -m tests.workshop.top.screenshot docs/top.svg
 	$(Q)$(VENV)/bin/hybrid-proxy compare --fresh --report build/compare-sample/report.html \
-		--modes ebpf,nftables,iptables --services 1000 --rounds 3 --changes 3
+		--modes ebpf,nftables,iptables --services 1000 --rounds 6 --changes 3
 	$(Q)$(PYTHON) -m tests.workshop.compare.screenshot build/compare-sample/report.html docs/compare.png
 
 # From the last commit, in a folder of its own: nothing that is not committed, and no umask, gets in. setuptools gives the

@@ -178,9 +178,9 @@ def _certainty(rows: Sequence[Row], noise: Sequence[Noise]) -> Iterator[str]:
     judged = [row for row in rows if row.verdict]
     if judged:
         differ = sum(row.verdict != "even" for row in judged)
-        wrong = min(differ, round(sum(1 - row.lead.sure for row in judged if row.lead)))
+        wrong = round(sum(1 - row.lead.sure for row in judged if row.lead and row.lead.sure >= SURE))
         yield (
-            f"Of {len(judged)} comparisons, {differ} differ significantly; {wrong} of these at most are to be expected "
+            f"Of {len(judged)} comparisons, {differ} differ significantly; if no mode differed, some {wrong} would do so "
             "at random."
         )
 

@@ -10,7 +10,7 @@ import msgspec
 from hybrid_proxy.workshop.compare.findings import MANY, Findings, Row, absent, findings
 from hybrid_proxy.workshop.compare.plan import metric
 from hybrid_proxy.workshop.compare.result import Run
-from hybrid_proxy.workshop.measuring.stats import LEAST, SURE, Estimate
+from hybrid_proxy.workshop.measuring.stats import SURE, Estimate
 
 # The metrics of the sentences, of each line the first that was measured: what a mode needs of it.
 _CONNECTION: Final = {
@@ -48,7 +48,7 @@ def _summary(run: Run, found: Findings) -> Iterator[str]:
     here = [mode for mode in others if mode != "ipvs"]
     judged = [row.lead.sure for row in found.rows if row.mode in here and row.lead and row.verdict]
     if judged:
-        few, who = min(judged) < LEAST, f"With {size:,} services, {first}"
+        few, who = min(judged) < SURE, f"With {size:,} services, {first}"
         if needs := _needs(found, here, size):
             yield f"{who} {'may need' if few else 'needs'} {needs}."
             who = "It"

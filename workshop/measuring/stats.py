@@ -3,7 +3,8 @@
 Nothing is assumed about the distribution of measurements. The interval around a median consists of two of the
 measurements: the true median lies between the k-th smallest and the k-th largest of n with probability
 1 - 2 P(B < k), B binomial of n and 1/2 (the sign test turned around; David and Nagaraja, Order Statistics, 7.1). Six
-measurements are the fewest that reach 95 %; with fewer the whole range is given, with its probability.
+measurements are the fewest that reach 95 %; with fewer the whole range is given, with its probability, and no difference
+is significant.
 """
 
 from __future__ import annotations
@@ -15,8 +16,7 @@ from typing import Final, Literal, TypeVar
 
 import msgspec
 
-SURE: Final = 0.95
-LEAST: Final = 0.75  # of three measurements: below, nothing is significant
+SURE: Final = 0.95  # below, nothing is significant
 
 Item = TypeVar("Item")
 Better = Literal["more", "less", "neither"]
@@ -39,7 +39,7 @@ class Estimate(msgspec.Struct, frozen=True):
     @property
     def differs(self) -> bool:
         """Tells whether this ratio is significant: its interval holds no 1, and is sure enough."""
-        return self.sure >= LEAST and not self.holds(1.0)
+        return self.sure >= SURE and not self.holds(1.0)
 
 
 def coverage(count: int, k: int) -> float:

@@ -76,7 +76,8 @@ def test_the_spread_is_of_the_middle_half() -> None:
     assert spread([0, 0, 0]) == 0
 
 
-def test_two_measurements_tell_no_difference() -> None:
+def test_few_measurements_tell_no_difference() -> None:
     assert judge(Estimate(2.0, 2.0, 2.0, 0.0, 1), "more") == "even"
     assert judge(Estimate(2.0, 1.9, 2.1, 0.5, 2), "more") == "even"
-    assert judge(Estimate(2.0, 1.9, 2.1, 0.75, 3), "more") == "ahead"
+    assert judge(Estimate(2.0, 1.9, 2.1, 0.9375, 5), "more") == "even"
+    assert judge(Estimate(2.0, 1.9, 2.1, 0.96875, 6), "more") == "ahead"
