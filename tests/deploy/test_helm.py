@@ -112,10 +112,10 @@ def test_a_phase_has_nothing_of_the_agents_and_the_values_of_the_pods(phase: str
     given = "serviceMonitor.enabled=true,prometheusRule.enabled=true,dashboard.enabled=true,seccompFolder=/kubelet"
     (daemonset,) = rendered(
         "--set", f"phase={phase},mode=nftables,keepKubeProxy=false,priorityClassName=mine,{given}",
-        "--set", "image.repository=r.example/hp,image.tag=7,image.pullSecrets[0].name=secret,nodeSelector.pool=a",
+        "--set", "image.repository=r.example/hp,image.tag=seven,image.pullSecrets[0].name=secret,nodeSelector.pool=a",
     )  # fmt: skip
     pod = daemonset["spec"]["template"]["spec"]
-    assert {each["image"] for each in (*pod["initContainers"], *pod["containers"])} == {"r.example/hp:7"}
+    assert {each["image"] for each in (*pod["initContainers"], *pod["containers"])} == {"r.example/hp:seven"}
     assert pod["imagePullSecrets"] == [{"name": "secret"}]
     assert (pod["nodeSelector"], pod["priorityClassName"]) == ({"kubernetes.io/os": "linux", "pool": "a"}, "mine")
     folders = [volume["hostPath"]["path"] for volume in pod["volumes"] if volume["name"] == "seccomp"]
@@ -177,6 +177,8 @@ def test_the_notes_of_a_phase_name_its_objects(phase: str) -> None:
       for value in ("mode=nftables", "strictMode=false", "clusterCIDR=10.0.0.0/8",
                     "kubeProxyConfiguration.metricsBindAddress=0.0.0.0:1", "hybridProxyConfiguration.strictMode=true")),
     ("image.repository=",                           "at '/image/repository': minLength: got 0, want 1"),
+    ("image.tag=12345678",                          "--set-string image.tag="),
+    ("apiServer=,kubeProxyConfigMap=kube-proxy",    "is not in namespace default: add --namespace kube-system"),
     ("image.tag=a:1",                               "at '/image/tag': 'a:1' does not match"),
     ("image.digest=sha256:7",                       "at '/image/digest': 'sha256:7' does not match"),
     ("podLabels.a=1",                               "at '/podLabels/a': got number, want string"),
@@ -306,7 +308,7 @@ def test_values_reach_the_documents_and_the_pod() -> None:
     objects = substance(
         rendered(
             "--set", "clusterCIDR=10.244.0.0/16", "--set", "strictMode=true", "--set", "image.repository=r.example/hp",
-            "--set", "image.tag=7", "--set", "kubeProxyConfiguration.conntrack.min=5",
+            "--set", "image.tag=seven", "--set", "kubeProxyConfiguration.conntrack.min=5",
             "--set", "hybridProxyConfiguration.metricsPerBackend=true", "--set", "extraArgs={-v=6}",
         )
     )  # fmt: skip
@@ -316,7 +318,7 @@ def test_values_reach_the_documents_and_the_pod() -> None:
     )  # fmt: skip
     assert (ours["mode"], ours["strictMode"], ours["metricsPerBackend"]) == ("auto", True, True)
     pod = objects["DaemonSet", "hybrid-proxy"]["spec"]["template"]["spec"]
-    assert {each["image"] for each in (*pod["initContainers"], *pod["containers"])} == {"r.example/hp:7"}
+    assert {each["image"] for each in (*pod["initContainers"], *pod["containers"])} == {"r.example/hp:seven"}
     assert pod["containers"][0]["args"][-1] == "-v=6"
 
 
@@ -407,7 +409,8 @@ def test_the_test_is_a_pod_where_agents_are_and_none_of_theirs() -> None:
     (pod,) = (item for item in objects if item["kind"] == "Pod")
     (daemonset,) = (item for item in objects if item["kind"] == "DaemonSet")
     agents = daemonset["spec"]["template"]["spec"]
-    assert pod["metadata"]["annotations"]["helm.sh/hook"] == "test"
+    policy = "before-hook-creation,hook-succeeded"
+    assert pod["metadata"]["annotations"] == {"helm.sh/hook": "test", "helm.sh/hook-delete-policy": policy}
     assert pod["metadata"]["labels"]["app.kubernetes.io/name"] == "hybrid-proxy-test"
     for field in ("hostNetwork", "nodeSelector", "affinity", "tolerations", "imagePullSecrets", "priorityClassName"):
         assert pod["spec"][field] == agents[field], field

@@ -145,8 +145,16 @@ def test_overlays_of_ones_own_are_outside_of_the_tree(tmp_path: Path) -> None:
     (tmp_path / "site/kubeadm/kustomization.yaml").write_text(example)
     subprocess.run(["sh", "-euc", block], cwd=tmp_path / "hybrid-proxy", check=True)  # a second time
     assert (tmp_path / "site/kubeadm/kustomization.yaml").read_text() == example
+    (tmp_path / "hybrid-proxy").rename(
+        tmp_path / "hybrid_proxy-0.2.0"
+    )  # as a release unpacks, in the place of the former
     tagged = ["sh", "-euc", f"tag=0012\n{block}"]  # as of a checkout, where a number would lose its zeros
-    subprocess.run(tagged, cwd=tmp_path / "hybrid-proxy", check=True)
+    said = subprocess.run(
+        tagged, cwd=tmp_path / "hybrid_proxy-0.2.0", capture_output=True, text=True, check=True
+    ).stdout
+    assert set(re.findall(r"\.\./([^/]*)/deploy", said)) == {"hybrid_proxy-0.2.0"}
+    overlay = tmp_path / "site/kubeadm/kustomization.yaml"
+    assert overlay.read_text() == example.replace("/hybrid-proxy/deploy/", "/hybrid_proxy-0.2.0/deploy/")
     images = re.findall(r"\bimage: (.*)", kustomized(tmp_path / "site/rollback"))
     assert set(images) == {"registry.example/hybrid-proxy:0012"}
     (monitor,) = (

@@ -503,8 +503,8 @@ def test_no_agent_begins_before_its_wave(tmp_path: Path) -> None:
     start, _ = typed("start")
     assert walk.shell(start, 1).split()[-1] == "node/worker7"
     assert "hybrid-proxy" not in walk.cluster.objects["daemonsets"]
-    walk.shell("kubectl apply -k ../site/kubeadm")
-    until(lambda: walk.pods("hybrid-proxy") == {"worker7"}, "it has an agent")
+    walk.shell("kubectl apply -k ../site/kubeadm && kubectl -n kube-system rollout status daemonset/hybrid-proxy")
+    assert walk.pods("hybrid-proxy") == {"worker7"}
     walk.type("joined", 0)
     walk.type("rollback", 0)
     assert (walk.pods("kube-proxy"), walk.pods("hybrid-proxy")) == (walk.nodes, set())

@@ -8,6 +8,9 @@ helm.sh/chart: {{ .Chart.Name }}-{{ .Chart.Version | replace "+" "_" }}
 {{- end }}
 
 {{- define "hybrid-proxy.image" -}}
+{{- if not (kindIs "string" .Values.image.tag) }}
+{{- fail "image.tag: a number loses digits (1.20 becomes 1.2): quote it in a file of values, or type --set-string image.tag=..." }}
+{{- end -}}
 {{ .Values.image.repository }}:{{ .Values.image.tag | default .Chart.AppVersion }}
 {{- with .Values.image.digest }}@{{ . }}{{ end }}
 {{- end }}
