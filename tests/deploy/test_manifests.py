@@ -124,6 +124,16 @@ def test_the_role_has_what_the_agent_asks_for_and_nothing_else() -> None:
     assert binding["roleRef"]["name"] == one("base", "ClusterRole")["metadata"]["name"]
 
 
+def test_a_priority_level_is_that_of_all_agents() -> None:
+    (schema, level) = (one("base+priority", kind) for kind in ("FlowSchema", "PriorityLevelConfiguration"))
+    assert schema["spec"]["priorityLevelConfiguration"]["name"] == level["metadata"]["name"]
+    (account, group) = (
+        each[each["kind"][0].lower() + each["kind"][1:]] for each in schema["spec"]["rules"][0]["subjects"]
+    )
+    assert account == {name: one("base", "ServiceAccount")["metadata"][name] for name in ("name", "namespace")}
+    assert f" --group {group['name']}\n" in (ROOT / "docs/operations.md").read_text()
+
+
 def test_overlays_of_ones_own_are_outside_of_the_tree(tmp_path: Path) -> None:
     """The page's own block and example, next to a tree that has other files than before."""
     page = (DEPLOY / "README.md").read_text()

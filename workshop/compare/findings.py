@@ -177,12 +177,9 @@ def _certainty(rows: Sequence[Row], noise: Sequence[Noise]) -> Iterator[str]:
         yield f"The machine was quiet: the control, always the same work, spread by {100 * worst:.0f} % at most."
     judged = [row for row in rows if row.verdict]
     if judged:
-        differ = sum(row.verdict != "even" for row in judged)
+        differ = f"{sum(row.verdict != 'even' for row in judged)} differ significantly"
         wrong = round(sum(1 - row.lead.sure for row in judged if row.lead and row.lead.sure >= SURE))
-        yield (
-            f"Of {len(judged)} comparisons, {differ} differ significantly; if no mode differed, some {wrong} would do so "
-            "at random."
-        )
+        yield f"Of {len(judged)} comparisons, {differ}; if no mode differed, some {wrong} would do so at random."
 
 
 def _notes(run: Run) -> Iterator[str]:

@@ -3,8 +3,7 @@
 Nothing is assumed about the distribution of measurements. The interval around a median consists of two of the
 measurements: the true median lies between the k-th smallest and the k-th largest of n with probability
 1 - 2 P(B < k), B binomial of n and 1/2 (the sign test turned around; David and Nagaraja, Order Statistics, 7.1). Six
-measurements are the fewest that reach 95 %; with fewer the whole range is given, with its probability, and no difference
-is significant.
+measurements are the fewest that reach 95 %; with fewer the whole range is given, with its probability.
 """
 
 from __future__ import annotations
