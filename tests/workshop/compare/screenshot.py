@@ -66,6 +66,7 @@ def main(report: Path, picture: Path) -> None:
         window.open(report.absolute())
         window.look(WIDTH)
         window.value(LEAVE)
+        window.look(WIDTH)  # at what is left
         window.picture(picture)
     picture.write_bytes(indexed(picture.read_bytes()))
 
