@@ -470,7 +470,7 @@ def test_the_page_of_a_migration_gives_the_chart_one_file_of_values(tmp_path: Pa
     commands = re.findall(r"^\| .*\| `(helm upgrade [^`]*)`", page, re.MULTILINE)
     assert len(commands) == 2
     assert all(" -f ../site/values.yaml" in command for command in commands)
-    rows = re.findall(r"^\| `components/.* \| (?:in that file: )?`(\w+: [^`]*)`", page, re.MULTILINE)
+    rows = re.findall(r"^\| `components/.* \| (?:in `values.yaml`: )?`(\w+: [^`]*)`", page, re.MULTILINE)
     assert len(rows) == 3
     for row in rows:
         (tmp_path / "values.yaml").write_text(f"{values}{row}\n")
