@@ -200,7 +200,7 @@ def _answer(manifests: Path, config: Config, args: argparse.Namespace) -> int:
     from hybrid_proxy.controller.kubernetes.manifests import load
     from hybrid_proxy.controller.kubernetes.model import KINDS, Problem
     from hybrid_proxy.controller.semantics.cluster import Cluster
-    from hybrid_proxy.controller.semantics.explain import explain, verdict_to_dict
+    from hybrid_proxy.controller.semantics.explain import Explainer, verdict_to_dict
     from hybrid_proxy.controller.semantics.tables import Builder
 
     name = config.settings.node_name
@@ -223,7 +223,8 @@ def _answer(manifests: Path, config: Config, args: argparse.Namespace) -> int:
             remark(f"note: {service}: {message}")
 
     packets = packets_of(args, partial(_find_in, table))
-    verdicts = [explain(table, packet) for packet in packets]
+    explainer = Explainer(table)
+    verdicts = [explainer.explain(packet) for packet in packets]
     if args.output == "json":
         rows = [verdict_to_dict(verdict) for verdict in verdicts]
         print_value("json", rows if args.flows else rows[0])

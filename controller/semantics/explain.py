@@ -87,14 +87,8 @@ def left_text(address: str, service: str, unheard: Collection[str] = ()) -> str:
 
 def verdict_to_dict(verdict: Verdict) -> dict[str, Any]:
     """Returns the row of `explain -o json`."""
-    return {
-        "name": verdict.name,
-        "verdict": verdict.verdict,
-        "backends": list(verdict.backends),
-        "masquerade": verdict.masquerade,
-        "service": verdict.service,
-        "reason": verdict.reason,
-    }
+    shown = ("name", "verdict", "backends", "masquerade", "service", "reason")
+    return {name: getattr(verdict, name) for name in shown} | {"backends": list(verdict.backends)}
 
 
 def packet_from_dict(row: Mapping[str, Any]) -> Packet:
@@ -150,9 +144,8 @@ def destination_of(table: ServiceTable, service: str, port: str, protocol: str, 
     if not here:
         text = f"service {service} has no IPv{family} address" if entries else f"no service {service} is served here"
         raise LookupError(": ".join(filter(None, (text, left))))
-    entries = here
-    entries.sort(key=lambda entry: (entry.family, entry.protocol.name.lower() != (protocol or "tcp")))
-    known = [(entry, frontend) for entry in entries for frontend in entry.frontends if frontend.address is not None]
+    here.sort(key=lambda entry: (entry.family, entry.protocol.name.lower() != (protocol or "tcp")))
+    known = [(entry, frontend) for entry in here for frontend in entry.frontends if frontend.address is not None]
     if not known:
         raise LookupError(f"service {service} has no address of its own: name a node's address and the node port")
     known.sort(key=lambda one: one[1].kind is not Kind.CLUSTER_IP)
@@ -160,32 +153,15 @@ def destination_of(table: ServiceTable, service: str, port: str, protocol: str, 
     having = [(entry, frontend) for entry, frontend in known if asked in (None, entry.protocol)]
     if port.isdecimal():
         found = next((one for one in having if one[1].port == int(port)), None)
-        first = found or known[0]
-        return Destination(
-            first[1].address or "", int(port), asked or (found[0].protocol if found else Protocol.TCP), left
-        )
+        entry, frontend = found or known[0]
+        default = entry.protocol if found else Protocol.TCP
+        return Destination(frontend.address or "", int(port), asked or default, left)
     ports = {entry.name.partition(":")[2]: (entry, frontend) for entry, frontend in reversed(having)}
     chosen = ports.get(port) if port else next(iter(ports.values())) if len(ports) == 1 else None
     if chosen is None:
         there = ", ".join(sorted(f"{frontend.port} ({name})" for name, (_, frontend) in ports.items()))
         raise LookupError(f"which port of {service}? It has {there or f'none of protocol {protocol}'}")
     return Destination(chosen[1].address or "", chosen[1].port, chosen[0].protocol, left)
-
-
-_last: Explainer | None = None
-
-
-def explain(table: ServiceTable, packet: Packet) -> Verdict:
-    """Returns the verdict on a packet under a table; caches the index of the last table.
-
-    Raises:
-        ValueError: an address of the packet is not one.
-    """
-    global _last
-    explainer = _last
-    if explainer is None or explainer.table is not table:
-        explainer = _last = Explainer(table)
-    return explainer.explain(packet)
 
 
 class Explainer:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from hybrid_proxy.controller.semantics.explain import Packet, explain
+from hybrid_proxy.controller.semantics.explain import Explainer, Packet
 from hybrid_proxy.controller.serving.memory import memory_path
 from hybrid_proxy.workshop.lab.agent import Agent
 from hybrid_proxy.workshop.lab.network import Lab
@@ -117,7 +117,7 @@ def test_who_is_a_pod_and_who_is_masqueraded(field: Lab, mode: str, setting: str
         table = table_of(bench, bench.agent)
         for (place, name, way, want, given), family in itertools.product(questions, (V4, V6)):
             target = target_of(bench, services[name], way, family)
-            found = explain(table, Packet("", field[place].address(family), *target, "tcp", given))  # type: ignore[arg-type]
+            found = Explainer(table).explain(Packet("", field[place].address(family), *target, "tcp", given))  # type: ignore[arg-type]
             assert found.verdict == ("dnat" if isinstance(want, To) else "drop"), found
             assert not isinstance(want, To) or found.masquerade == (want.peer == "node"), found
             seen = observe(bench, Probe(place, target, STREAM), want)  # type: ignore[arg-type]
@@ -164,7 +164,7 @@ def test_external_ips_that_are_allowed(field: Lab, mode: str) -> None:
             address, port = target_of(bench, services["near"], "external", family)
             assert any(address in message for message in refused["conformance/near"])
             packet = Packet("", field[place].address(family), address, port, "tcp")
-            assert explain(table, packet).verdict == "untouched"
+            assert Explainer(table).explain(packet).verdict == "untouched"
         for family in (V4, V6):
             address, port = target_of(bench, services["near"], "external", family)
             link = field.netlink("client")
@@ -222,7 +222,10 @@ def test_an_excluded_address_refuses_for_no_service(field: Lab, mode: str) -> No
             )  # fmt: skip
             target = target_of(bench, services["far"], "nodeport", family)
             for place in ("client", "pod1", "node"):
-                assert explain(table, Packet("", field[place].address(family), *target, "tcp")).verdict == "untouched"
+                assert (
+                    Explainer(table).explain(Packet("", field[place].address(family), *target, "tcp")).verdict
+                    == "untouched"
+                )
                 seen = observe(bench, Probe(place, target, STREAM), own("node"))
                 assert seen.is_(own("node"), place), f"{place}: {seen}"
 

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import pytest
 
-from hybrid_proxy.controller.semantics.explain import Packet, explain
+from hybrid_proxy.controller.semantics.explain import Explainer, Packet
 from hybrid_proxy.dataplane.table import ServiceTable
 
 from . import matrix
@@ -105,7 +105,7 @@ def _explained(table: ServiceTable, bench: Bench, case: Case, probe: Probe) -> t
     source = "::1" if probe.target[0] == "::1" else bench.lab[case.place].address(probe.family)
     source = "127.0.0.1" if probe.target[0] == "127.0.0.1" else probe.bound or source
     protocol = "udp" if probe.kind == socket.SOCK_DGRAM else "tcp"
-    explained = explain(table, Packet(case.name, source, *probe.target, protocol))
+    explained = Explainer(table).explain(Packet(case.name, source, *probe.target, protocol))
     candidates = frozenset(text.rpartition(":")[0].strip("[]") for text in explained.backends)
     return explained.verdict, candidates, explained.masquerade
 

@@ -19,7 +19,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from hybrid_proxy.controller.agent.modes import open_mode
-from hybrid_proxy.controller.semantics.explain import Packet, Verdict, explain
+from hybrid_proxy.controller.semantics.explain import Explainer, Packet, Verdict
 from hybrid_proxy.controller.settings.config import available_modes
 from hybrid_proxy.dataplane.mode import Options
 from hybrid_proxy.dataplane.table import ServiceTable
@@ -149,7 +149,7 @@ class Node:
             now = life.get(title, Life())
             target = target_of(self.bench, self.services[title], kind, family)
             source = self.bench.lab[place].address(family)
-            verdict = explain(table, Packet("", source, *target, now.protocol))
+            verdict = Explainer(table).explain(Packet("", source, *target, now.protocol))
             count = 1 + 11 * (len(verdict.backends) > 1)
             asked.append(
                 (Probe(place, target, STREAM if now.protocol == "TCP" else DATAGRAM), verdict, now.sticky, count)

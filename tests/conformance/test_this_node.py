@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from hybrid_proxy.controller.commands.status import Verdict, verdict
-from hybrid_proxy.controller.semantics.explain import Packet, explain
+from hybrid_proxy.controller.semantics.explain import Explainer, Packet
 from hybrid_proxy.controller.serving.memory import changes_path, read_changes
 from hybrid_proxy.workshop.lab.examples import node_manifest
 from hybrid_proxy.workshop.lab.network import Lab
@@ -257,7 +257,7 @@ def reaches_the_node(bench: Bench, probe: Probe, own_ips: list[str]) -> None:
             accepted.close()
             assert peer[:2] == client.getsockname()[:2]
     table = table_of(replace(bench, node_addresses=(*bench.node_addresses, *own_ips)), bench.agent)
-    found = explain(table, Packet("", bench.lab[probe.place].address(probe.family), *probe.target, "tcp"))
+    found = Explainer(table).explain(Packet("", bench.lab[probe.place].address(probe.family), *probe.target, "tcp"))
     assert (found.verdict, table.left_to_node.keys()) == ("untouched", set(own_ips))
 
 

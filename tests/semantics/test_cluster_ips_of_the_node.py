@@ -6,7 +6,7 @@ import pytest
 from make import NODE, SETTINGS, ServicePort, cluster, endpoint_slice, here, service
 
 from hybrid_proxy.controller.kubernetes.model import Removed, Upserted
-from hybrid_proxy.controller.semantics.explain import Packet, destination_of, explain
+from hybrid_proxy.controller.semantics.explain import Explainer, Packet, destination_of
 from hybrid_proxy.controller.semantics.tables import Builder
 from hybrid_proxy.dataplane.table import Kind, Protocol, ServiceTable
 
@@ -31,7 +31,7 @@ def test_it_comes_and_goes_with_the_address():
     assert kinds(left) == ALL - {Kind.CLUSTER_IP}, "addresses that are announced are served"
     assert (left.left_to_node, left.changed) == ({DNS: "default/dns"}, {"default/dns"})
     assert kinds(left, "default/claims") == {Kind.CLUSTER_IP}, "nobody else gets the address"
-    verdict = explain(left, Packet("", "10.1.0.9", DNS, 80, "tcp"))
+    verdict = Explainer(left).explain(Packet("", "10.1.0.9", DNS, 80, "tcp"))
     assert verdict.verdict == "untouched"
     assert "default/dns" in verdict.reason
     again = builder.build(state, ALWAYS)

@@ -22,10 +22,10 @@ from make import (
 
 from hybrid_proxy.controller.semantics.entries import DetectLocalMode
 from hybrid_proxy.controller.semantics.explain import (
+    Explainer,
     Packet,
     Verdict,
     destination_of,
-    explain,
     packet_from_dict,
     verdict_to_dict,
 )
@@ -168,7 +168,7 @@ CASES = [
 
 @pytest.mark.parametrize(("src", "dst", "port", "proto", "verdict", "backends", "masquerade", "service", "said"), CASES)
 def test_verdict(src, dst, port, proto, verdict, backends, masquerade, service, said):
-    answer = explain(TABLE, Packet("x", src, dst, port, proto))
+    answer = Explainer(TABLE).explain(Packet("x", src, dst, port, proto))
     assert verdict_to_dict(answer) == {
         "name": "x",
         "verdict": verdict,
@@ -213,14 +213,14 @@ CLASSES = [
 
 @pytest.mark.parametrize(("world", "src", "given", "dst", "backends", "masquerade", "said"), CLASSES)
 def test_class_of_the_source(world, src, given, dst, backends, masquerade, said):
-    answer = explain(world, Packet("x", src, dst, 80, "tcp", given))
+    answer = Explainer(world).explain(Packet("x", src, dst, 80, "tcp", given))
     assert (list(answer.backends), answer.masquerade) == (backends, masquerade)
     assert said in answer.reason
 
 
 def test_masquerade_all_is_named():
     world = table(*WORLD, settings=msgspec.structs.replace(SETTINGS, masquerade_all=True))
-    answer = explain(world, Packet("x", OTHER_POD, "10.96.0.10", 80, "tcp"))
+    answer = Explainer(world).explain(Packet("x", OTHER_POD, "10.96.0.10", 80, "tcp"))
     assert answer.masquerade
     assert "masqueradeAll" in answer.reason
 
@@ -229,7 +229,7 @@ def test_an_external_ip_at_the_nodes_own_address_comes_before_a_node_port():
     svc = service("front", cluster_ips=("10.96.1.1",), external_ips=("192.168.0.1",),
                   ports=(ServicePort("http", Protocol.TCP, 30090),))  # fmt: skip
     world = table(*WORLD, svc, addresses=ADDRESSES)
-    assert explain(world, Packet("x", OUT, "192.168.0.1", 30090, "tcp")).service == "default/front:http"
+    assert Explainer(world).explain(Packet("x", OUT, "192.168.0.1", 30090, "tcp")).service == "default/front:http"
 
 
 # fmt: off
@@ -271,12 +271,6 @@ def test_icmp_alone_needs_no_port():
 def test_a_verdict_as_json_has_the_keys_of_the_command():
     keys = list(verdict_to_dict(Verdict("a", "drop", "why")))
     assert keys == ["name", "verdict", "backends", "masquerade", "service", "reason"]
-
-
-def test_another_table_gets_another_answer():
-    assert explain(TABLE, Packet("x", OUT, "1.1.1.1", 80, "tcp")).verdict == "dnat"
-    assert explain(table(NODE), Packet("x", OUT, "1.1.1.1", 80, "tcp")).verdict == "untouched"
-    assert explain(TABLE, Packet("x", OUT, "1.1.1.1", 80, "tcp")).verdict == "dnat"
 
 
 DNS_PORTS = (

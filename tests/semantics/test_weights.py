@@ -8,7 +8,7 @@ import pytest
 from make import ME, away, decide, endpoint_slice, ep, frontend, here, only, service, shown, table
 
 from hybrid_proxy.controller.semantics.entries import health_check
-from hybrid_proxy.controller.semantics.explain import Packet, explain
+from hybrid_proxy.controller.semantics.explain import Explainer, Packet
 from hybrid_proxy.dataplane.table import Kind, WhenEmpty
 
 LB = {"type": "LoadBalancer", "load_balancer_ips": ("5.5.5.5",), "external_local": True}
@@ -109,7 +109,7 @@ def test_a_slice_in_maintenance_does_not_count_for_load_balancers():
 
 def test_explain_names_what_is_in_maintenance_and_the_slow_start():
     made = table(service(slow_start=30.0), endpoint_slice(A, weight=0), endpoint_slice(B, name="web-2"))
-    said = explain(made, Packet("", "10.1.7.7", "10.96.0.10", 80, "tcp")).reason
+    said = Explainer(made).explain(Packet("", "10.1.7.7", "10.96.0.10", 80, "tcp")).reason
     assert "Weight 0, so no new connections: 10.1.0.1:8080." in said
     assert "A backend that is new has its whole share after 30 s." in said
 
@@ -122,13 +122,13 @@ def test_without_the_annotation_routes_are_not_touched():
 def test_explain_names_the_algorithm_and_the_weights():
     svc = service(algorithm="mh", weights=weights(a=3))
     made = table(svc, endpoint_slice(A, B))
-    said = explain(made, Packet("", "10.1.7.7", "10.96.0.10", 80, "tcp")).reason
+    said = Explainer(made).explain(Packet("", "10.1.7.7", "10.96.0.10", 80, "tcp")).reason
     assert "Algorithm mh: a hash of the connection decides, alike on every node." in said
     assert "Weights: 10.1.0.1:8080 3, 10.1.1.1:8080 1." in said
 
 
 def test_explain_says_nothing_of_equal_chances():
     made = table(service(), endpoint_slice(A, B))
-    said = explain(made, Packet("", "10.1.7.7", "10.96.0.10", 80, "tcp")).reason
+    said = Explainer(made).explain(Packet("", "10.1.7.7", "10.96.0.10", 80, "tcp")).reason
     assert "Algorithm" not in said
     assert "Weights" not in said

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hybrid_proxy.controller.semantics.explain import Explainer
 from hybrid_proxy.controller.semantics.explain import Packet as Question
-from hybrid_proxy.controller.semantics.explain import explain
 from hybrid_proxy.dataplane.bytecode import same_addresses
 from hybrid_proxy.dataplane.mode import Options
 from hybrid_proxy.dataplane.modes.iptables.lower import (
@@ -258,7 +258,7 @@ def test_packets_go_where_explain_says(made: tuple[Entry, ...], data: st.DataObj
     for address, port, protocol in targets:
         client = data.draw(st.sampled_from(sorted(CLIENTS)))
         question = Question("", client, address, port, protocol.name.lower(), CLIENTS[client])  # type: ignore[arg-type]
-        verdict = explain(table, question)
+        verdict = Explainer(table).explain(question)
         local = address in NETWORK.addresses
         packet = Packet(client, address, protocol.name.lower(), port, "eth0", CLIENTS[client] == "node", local)
         ways = walker.first_packet(packet)

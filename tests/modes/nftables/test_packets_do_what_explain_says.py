@@ -8,8 +8,8 @@ import msgspec
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from hybrid_proxy.controller.semantics.explain import Explainer
 from hybrid_proxy.controller.semantics.explain import Packet as Asked
-from hybrid_proxy.controller.semantics.explain import explain
 from hybrid_proxy.dataplane.table import (
     Backend,
     BackendSet,
@@ -92,7 +92,7 @@ def test_every_packet_meets_the_verdict_of_explain(table: ServiceTable) -> None:
 def _compare(
     table: ServiceTable, fake: FakeNftables, src: str, who: str | None, dst: str, port: int, protocol: Protocol
 ) -> None:
-    expected = explain(table, Asked("", src, dst, port, protocol.name.lower(), who))
+    expected = Explainer(table).explain(Asked("", src, dst, port, protocol.name.lower(), who))
     seen = set()
     for slot in range(3):
         for held in (*fake.tables.values(),):
