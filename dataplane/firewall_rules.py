@@ -27,7 +27,7 @@ _SAVED: Final = re.compile(r"(?:\[(\d+):\d+\] )?-A (\S+)(.*)")
 _POLICY: Final = re.compile(r":(\S+) (\w+)(?: \[(\d+):\d+\])?")
 _SET: Final = re.compile(r"\{ (.*?) \}")
 FIELDS: Final = ("saddr", "sport", "daddr", "dport", "l4proto")  # of packets, as rules name them
-_IDLE: Final = frozenset({"ip", "ip6", "th", "meta"})
+_IDLE: Final = frozenset({"ip", "ip6", "th", "meta", "ct", "counter"})
 
 
 class Rule(msgspec.Struct, frozen=True):
@@ -135,6 +135,9 @@ def _covers(value: str, actual: str) -> bool:
     low, _, high = value.partition("-")
     if actual.isdigit() and low.isdigit():
         return int(low) <= int(actual) <= int(high or low)
+    if value.startswith('"'):
+        name, any_of_them, _ = value.strip('"').partition("*")
+        return actual.startswith(name) if any_of_them else actual == name
     with contextlib.suppress(ValueError):
         return ip_address(actual) in ip_network(value)
     return value == actual

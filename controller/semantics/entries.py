@@ -46,6 +46,7 @@ from hybrid_proxy.dataplane.table import (
 READY: Final = "ready endpoints"
 TERMINATING: Final = "terminating fallback: no endpoint is ready, these still serve"
 NO_ENDPOINTS: Final = "the service has no endpoints"
+NO_PORT: Final = "no EndpointSlice of the service has a"
 NONE_USABLE: Final = "no endpoint is ready, and none serves while it terminates"
 
 
@@ -542,4 +543,5 @@ def _why_none(port: ServicePort, slices: Sequence[EndpointSlice], joined: _Joine
     if joined or not any(s.endpoints for s in slices):
         return NO_ENDPOINTS
     wanted = f"named {port.name!r}" if port.name else "without a name"
-    return f"no EndpointSlice of the service has a {port.protocol.name} port {wanted}"
+    there = sorted({f"{each.name!r} ({each.protocol.name})" for one in slices for each in one.ports})
+    return f"{NO_PORT} {port.protocol.name} port {wanted}; they have {', '.join(there) or 'none'}"

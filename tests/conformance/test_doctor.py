@@ -41,7 +41,7 @@ from hybrid_proxy.workshop.lab.traffic import ask_udp
 from tests import namespaces
 from tests.waiting import bound, until
 
-from .clinic import ADDRESSES, HANGS, HTTP, NAME, NOBODY, NODE_PORT, PODS, PROPERTY, Clinic, clinic_of
+from .clinic import ADDRESSES, BALANCER, HANGS, HTTP, NAME, NOBODY, NODE_PORT, PODS, PROPERTY, Clinic, clinic_of
 from .conftest import only_in
 from .kit import aware_of, node_manifest
 
@@ -69,6 +69,11 @@ LOSSY = DEAF.replace("drop", "tcp flags syn numgen inc mod 2 0 drop")
 NO_RESETS = "table inet silence { chain o { type filter hook output priority 0 ; tcp flags rst drop ; } ; }"
 MUTE = DEAF.replace("input", "output").replace(" drop", " counter drop")
 REQUESTS, ANSWERS = "ip daddr 10.77.1.12 tcp flags psh counter", "ip saddr 10.77.1.12 meta length > 150"  # no SYN
+SHARED_BLOCKLIST = (
+    "table inet somebody {{ chain pol {{ ip daddr 10.77.1.12 counter drop ; }} ; "
+    "chain f {0} forward {1} ; chain o {0} output {1} ; }}"
+).format("{ type filter hook", "priority 0 ; jump pol ; }")
+AT_UPLINK = AT_HOOK.format("prerouting", "").replace("tcp dport 8080", "iifname eth0 tcp dport { 8080, 30080 }")
 GUARDING = "table inet somebody {{ chain c {{ type filter hook output priority 0 ; tcp dport 8080 {} ; }} ; }}"
 FIRST, MANY = "shop/a", "shop/many"
 SECOND = "10.77.1.114"  # of a pod that has another one
@@ -624,6 +629,16 @@ def firewall(table: str) -> Provoke:
     return provoke
 
 
+def put_behind(table: str, *pods: str, place: str = "node", **spec: object) -> Provoke:
+    @contextmanager
+    def provoke(clinic: Clinic) -> Iterator[None]:
+        clinic.put(*pods, **spec)
+        with clinic.rules(place, table):
+            yield
+
+    return provoke
+
+
 def recovered(clinic: Clinic) -> None:
     """Return when the status is OK after the incidents before this one: the Node is there, and backends answer.
 
@@ -801,11 +816,46 @@ INCIDENTS = [
     Incident("the processes stall in an answer", stalling, (NAME,), "backend-stalls"),
     Incident("one process of three is slow", slow, (NAME,), "backend-slow", said="the others after"),
     Incident("a UDP client's backend goes", backend_of_a_client_goes, (NAME,), ""),
-    Incident("the firewall drops in FORWARD, counted", firewall(COUNTING), (NAME,), "firewall"),
+    Incident("FORWARD drops, counted", firewall(COUNTING), (NAME,), "firewall"),
     Incident("FORWARD's policy is drop", firewall(CLOSED), (NAME,), "firewall", certain=False, own=True),
-    Incident("the client is not in `loadBalancerSourceRanges`", put(*PODS, **GUARDED), OUTSIDER, "source-not-allowed"),
     Incident(
-        "policy `Local`, and no endpoint on this node",
+        "a chain of two hooks drops, counted",
+        firewall(SHARED_BLOCKLIST),
+        (NAME,),
+        "firewall",
+        said="FORWARD/OUTPUT: `ip daddr 10.77.1.12 counter drop` in chain pol",
+        alone=True,
+    ),
+    Incident(
+        "the firewall drops a client outside",
+        put_behind(AT_UPLINK, *PODS, type="NodePort"),
+        (NAME, "--from", "192.168.77.1"),
+        "firewall",
+        certain=False,
+        said='on the way of 192.168.77.1 is `iifname "eth0" tcp dport',
+        advised=f"`hybrid-proxy trace --from 192.168.77.1 --to 192.168.77.2:{NODE_PORT}`",
+    ),
+    Incident(
+        "the client is not in `loadBalancerSourceRanges`",
+        put(*PODS, **GUARDED),
+        ("--from", "203.0.113.7", "--to", f"{BALANCER}:80"),
+        "source-not-allowed",
+    ),
+    Incident(
+        "`loadBalancerSourceRanges` leave out a pod",
+        put(*PODS, **GUARDED),
+        (NAME, "--from", "10.77.1.14"),
+        "restricted",
+        said=f"of {BALANCER}:80: 10.77.1.14 is not in 192.168.77.0/24",
+    ),
+    Incident(
+        "policy `Local`, and another node's backend fails",
+        put_behind(DEAF, "pod1", "remote1", place="remote1", **LOCAL),
+        CLIENT,
+        "restricted",
+    ),
+    Incident(
+        "policy `Local`, and no endpoint here",
         put("remote1", **LOCAL),
         CLIENT,
         "no-local-endpoint",
@@ -815,10 +865,16 @@ INCIDENTS = [
     ),
     Incident("kube-proxy left its rules", rules("node", "table ip kube-proxy { }"), (), "other-proxy", own=True),
     Incident("no endpoint of three is ready", put(*PODS, ready=False), (NAME,), "no-endpoint", said="0 of 3"),
-    Incident("the slice's port has another name", put(*PODS, named="web"), (NAME,), "no-endpoint", said="'http'"),
+    Incident(
+        "the slice's port has another name",
+        put(*PODS, named="web"),
+        (NAME,),
+        "no-endpoint",
+        said="port named 'http'; they have 'web'",
+    ),
     Incident("the firewall drops, uncounted", firewall(UNCOUNTED), (NAME,), "firewall", certain=False),
     Incident(
-        "policy `Local`, no endpoint here, and a client outside",
+        "policy `Local`, no endpoint here, a client outside",
         put("remote1", **LOCAL),
         FROM_OUTSIDE,
         "no-local-endpoint",
@@ -866,6 +922,13 @@ INCIDENTS = [
     ),
     Incident("a Service cannot be read, and is asked about", refused(99_999), (FIRST,), "object-refused"),
     Incident(
+        "a Service cannot be read, and its namespace is asked",
+        refused(99_999),
+        ("-n", "shop"),
+        "object-refused",
+        said=f"{FIRST}: refused: ",
+    ),
+    Incident(
         "a ClusterIP is on an interface of the node",
         address_of_a_service,
         (NAME,),
@@ -875,7 +938,7 @@ INCIDENTS = [
     ),
     Incident("a pod loses every other SYN", rules("pod1", LOSSY), (NAME,), "lossy", said="SYNs"),
     Incident(
-        "the firewall drops before the route, uncounted",
+        "PREROUTING drops, uncounted",
         firewall(AT_HOOK.format("prerouting", "")),
         (NAME,),
         "firewall",
@@ -884,7 +947,7 @@ INCIDENTS = [
         own=True,
     ),
     Incident(
-        "the firewall drops after the route, counted",
+        "POSTROUTING drops, counted",
         firewall(AT_HOOK.format("postrouting", "counter")),
         (NAME,),
         "firewall",
@@ -1041,14 +1104,14 @@ INCIDENTS = [
         )
     ),
     Incident(
-        "the firewall rejects in OUTPUT, counted",
+        "OUTPUT rejects, counted",
         rules("node", GUARDING.format("counter reject with tcp reset")),
         (NAME,),
         "firewall",
         said="the firewall rejects packets in OUTPUT",
     ),
     Incident(
-        "the firewall drops in OUTPUT, uncounted",
+        "OUTPUT drops, uncounted",
         rules("node", GUARDING.format("drop")),
         (NAME,),
         "firewall",
@@ -1757,6 +1820,26 @@ def test_a_drop_is_reported_in_the_same_words_after_a_restart(clinic: Clinic, mo
     clinic.put(*PODS)
     assert messages[0] == messages[1]
     assert any("externalTrafficPolicy" in text for text in messages[0]) is (mode == "ebpf"), messages
+
+
+@only_in("ebpf")
+def test_a_link_without_ipv6_is_told_with_the_setting(clinic: Clinic) -> None:
+    recovered(clinic)
+    dual = clinic.made(NAME, [("TCP", 80)], clusterIPs=[ADDRESSES[NAME], "fd96::10"])
+    six = endpoint_slice(NAME, [clinic.lab["pod2"].address6], [("TCP", HTTP)], NODE_NAMES["node"], 6)
+    six |= {"addressType": "IPv6", "ports": [{"name": "http", "protocol": "TCP", "port": HTTP}]}
+    link = clinic.lab["pod2"].interface
+    try:
+        clinic.api.put_all([six, dual])
+        clinic.agent.wait(lambda status: status.synced)
+        with kept(clinic, "node", link), clinic.setting(f"ipv6/conf/{link}/disable_ipv6", "1"):
+            code, found = clinic.doctor(NAME)
+    finally:
+        clinic.api.delete("endpointslices", f"{NAME}-6")
+        clinic.put(*PODS)
+    assert (code, found.cause) == (1, "endpoint-route"), found
+    assert f"net.ipv6.conf.{link}.disable_ipv6 is 1" in found.verdict, found
+    assert any(f"sysctl -w net.ipv6.conf.{link}.disable_ipv6=0" in each.todo for each in found.findings), found
 
 
 def test_a_namespace_has_a_line_for_each_service(clinic: Clinic) -> None:

@@ -317,6 +317,11 @@ TEXTS = [
     pytest.param(facts(tried(A, *CLOSED), tried(B), rules=(AT_A_REJECTS,), listening={(A, "TCP"): ("8080",)}), "the firewall of pod 10.0.0.1 probably rejects packets in INPUT: connections to 10.0.0.1:8080 failed from the node and from a pod; on their way is `ct state new reject with tcp reset` in chain c of table inet fw", id="a rule that rejects, where the pod listens, and is not understood"),
     pytest.param(facts(tried(A, *CLOSED), tried(B), rules=(msgspec.structs.replace(AT_A_REJECTS, text="tcp dport 9 ct state new reject"),), listening={(A, "TCP"): ("8080",)}), "1 of 2 backends refuses targetPort 8080 from the node and from a pod: 10.0.0.1:8080, although it listens there: a firewall rejects", id="a rule that rejects what comes to another port"),
     pytest.param(facts(tried(A, "silent", "silent"), tried(B), by("10.0.0.1", *tried(B, pod="silent")), rules=(msgspec.structs.replace(AT_A, text="policy drop"),)), "1 of 2 backends gives no answer from the node and from a pod: 10.0.0.1:8080; or the firewall of pod 10.0.0.1 drops it: `policy drop` in chain c of table inet fw", id="a client that answers nobody either"),
+    pytest.param(facts(ports=(port(why="no EndpointSlice of the service has a TCP port named 'grpc'; they have 'http' (TCP)"),), table=told(unready=["10.0.0.3"])), "no EndpointSlice of the service has a TCP port named 'grpc'; they have 'http' (TCP) (shop/web:http, IPv4)", id="readiness is no reason where a port is missing"),
+    pytest.param(facts(*GOOD, table=told(unready=["10.0.0.3", "10.0.0.4", "10.0.0.5"])), "shop/web is well: 6 of 6 connections were answered, but shop/web:http, IPv4: 2 backends (ready endpoints; not ready: 10.0.0.3, 10.0.0.4, 10.0.0.5)", id="fewer than half of the endpoints are ready"),
+    pytest.param(facts(tried(A, "silent", "silent"), tried(B), table=told(elsewhere={"10.0.0.1": "n2"})), "1 of 2 backends gives no answer from the node and from a pod: 10.0.0.1:8080 on n2", id="the node of a backend that fails"),
+    pytest.param(facts(tried(A, "silent", "silent"), tried(B), rules=(TWO_HOOKS := Rule("inet fw", "pol", ("forward", "output"), "ip daddr 10.0.0.1 counter drop", 0),), counted={TWO_HOOKS: 35}), "the firewall drops packets in FORWARD/OUTPUT: `ip daddr 10.0.0.1 counter drop` in chain pol of table inet fw counted 35 packets while connections to 10.0.0.1:8080 failed from the node and from a pod", id="a chain of two hooks"),
+    pytest.param(facts(tried(A), tried(VIP), packet=PACKET, verdicts=(msgspec.structs.replace(UNKNOWN, verdict="dnat", backends=(A,), service="shop/web:http"),), own=("10.0.9.9",)), "shop/web is well: 4 of 4 connections were answered", id="a backend that the packet does not get to"),
     pytest.param(facts(ports=(port(why="no endpoint is ready, and none serves while it terminates"),)), "no endpoint is ready: none serves while it terminates (shop/web:http, IPv4)", id="nothing is said twice"),
 ]
 # fmt: on
@@ -1069,6 +1074,89 @@ def test_of_several_services_each_has_one_line(found: ServiceFacts, mark: str, t
     assert short.mark == mark
     assert short.text.startswith(text)
     assert todo in short.todo
+
+
+def test_a_name_is_told_once_where_the_finding_begins_with_it() -> None:
+    agent = msgspec.structs.replace(
+        agent_status(), conflicts={"shop/web": {"ClusterIP 10.96.0.1:80 belongs to shop/a": "shop/a"}}
+    )
+    short = in_short(facts(ports=()), msgspec.structs.replace(WELL, agent=agent))
+    assert short.text == "shop/web: ClusterIP 10.96.0.1:80 belongs to shop/a"
+    at_node_port = TablePort(
+        "shop/web:http", 4, "TCP", (Frontend(Kind.NODE_PORT, None, 30080, 0, 0),), port(A, B).backend_sets
+    )
+    lost = in_short(facts(ports=(at_node_port,)), msgspec.structs.replace(WELL, agent=agent))
+    assert lost.text.endswith(": an outage for clients that use its ClusterIP of IPv4")
+
+
+@pytest.mark.parametrize(("policy", "others"), [("externalTrafficPolicy", True), ("internalTrafficPolicy", False)])
+def test_load_balancers_heed_the_policy_for_clients_outside_alone(policy: str, others: bool) -> None:
+    found = service(facts(packet=PACKET, verdicts=(msgspec.structs.replace(AWAY, why=f"{policy} Local: none here"),)))[
+        2
+    ]
+    (todo,) = [each.todo for each in found if each.cause == "no-local-endpoint"]
+    assert ("load balancers" in todo) is others
+    assert f'"{policy}":"Cluster"' in todo
+
+
+@pytest.mark.parametrize(("at", "named"), [("127.0.0.1:8080", True), ("127.0.0.1:9", False)])
+def test_who_listens_at_loopback_alone_is_told_where_to_listen(at: str, named: bool) -> None:
+    _, _, findings = service(facts(tried(A, *CLOSED), ports=(port(A),), listening={(A, "TCP"): (at,)}))
+    assert ["not at loopback" in each.todo for each in findings if each.cause == "backend-refuses"] == [named]
+
+
+@pytest.mark.parametrize(
+    ("rule", "serving", "met"),
+    [
+        (rule("forward", 'iifname "eth0" counter drop', 0), "nftables", True),
+        (rule("forward", 'oifname "eth*" drop'), "nftables", True),
+        (rule("forward", 'iifname "eth1" drop'), "nftables", False),
+        (rule("forward", 'iifname "eth0" drop'), "ipvs", False),
+        (rule("prerouting", "tcp dport 30080 ct state new counter drop", 0), "nftables", True),
+        (rule("prerouting", "tcp dport 30080 drop"), "ebpf", False),
+        (rule("forward", "tcp dport 30080 drop"), "nftables", False),
+        (rule("prerouting", "ip saddr 192.168.77.0/24 tcp dport 8080 drop"), "ebpf", True),
+        (msgspec.structs.replace(rule("input", 'iifname "eth0" drop'), pod=("10.0.0.1",)), "nftables", False),
+    ],
+)
+def test_a_rule_that_takes_packets_of_a_client_elsewhere_is_named(rule: Rule, serving: str, met: bool) -> None:
+    ports = (
+        TablePort(
+            "shop/web:http",
+            4,
+            "TCP",
+            (*port().frontends, Frontend(Kind.NODE_PORT, None, 30080, 0, 0)),
+            port(A, B).backend_sets,
+        ),
+    )
+    asked = facts(
+        *GOOD,
+        ports=ports,
+        rules=(rule,),
+        stranger="192.168.77.1",
+        stranger_at="eth0",
+        table=told(node_ports_at=["192.168.77.2"]),
+    )
+    findings = service(asked, msgspec.structs.replace(WELL, programmed={serving: 1}))[2]
+    named = [each for each in findings if each.cause == "firewall"]
+    assert [(each.mark, each.certain) for each in named] == [("warning", False)] * met
+    assert all("`hybrid-proxy trace --from 192.168.77.1 --to 192.168.77.2:30080`" in each.todo for each in named)
+
+
+@pytest.mark.parametrize(
+    ("source", "served", "mark"),
+    [("10.0.0.9", VIP, "ok"), ("", "192.168.77.2:30080", "warning"), ("", VIP, "problem"), ("", "", "problem")],
+)
+def test_one_address_that_does_not_admit_a_client_is_no_problem_where_another_serves_it(
+    source: str, served: str, mark: str
+) -> None:
+    closed = [msgspec.structs.replace(DENIED, name=f"198.51.100.7:{number}") for number in (80, 443)]
+    opened = [msgspec.structs.replace(UNKNOWN, verdict="dnat", name=served)] * bool(served)
+    asked = facts(*GOOD, verdicts=(*closed, *opened), stranger="" if source else "1.1.1.1")
+    (found,) = [each for each in service(asked)[2] if "loadBalancerSourceRanges" in each.text]
+    assert found.mark == mark
+    assert "of 198.51.100.7:80, 198.51.100.7:443: 1.1.1.1 is not in 2.0.0.0/8" in found.text
+    assert (f"; it is let in at {served}" in found.text) is (mark != "problem")
 
 
 def test_of_a_node_without_an_agent_that_comes_first() -> None:

@@ -89,8 +89,8 @@ REASONS = [
     pytest.param({}, BOTH, "ready endpoints", id="cluster"),
     pytest.param({}, NONE, "the service has no endpoints", id="no endpoints"),
     pytest.param({}, UNREADY, "no endpoint is ready, and none serves while it terminates", id="none usable"),
-    pytest.param({"ports": (ServicePort("web", Protocol.TCP, 80),)}, BOTH, "no EndpointSlice of the service has a TCP port named 'web'", id="port name mismatch"),
-    pytest.param({"ports": (ServicePort("", Protocol.UDP, 80),)}, BOTH, "no EndpointSlice of the service has a UDP port without a name", id="port protocol mismatch"),
+    pytest.param({"ports": (ServicePort("web", Protocol.TCP, 80),)}, BOTH, "no EndpointSlice of the service has a TCP port named 'web'; they have 'http' (TCP)", id="port name mismatch"),
+    pytest.param({"ports": (ServicePort("", Protocol.UDP, 80),)}, BOTH, "no EndpointSlice of the service has a UDP port without a name; they have 'http' (TCP)", id="port protocol mismatch"),
 ]
 # fmt: on
 

@@ -45,6 +45,7 @@ from hybrid_proxy.controller.commands.troubles import (
     unprogrammed,
     uplink_down,
 )
+from hybrid_proxy.controller.semantics.entries import NO_PORT
 from hybrid_proxy.controller.semantics.explain import left_text
 from hybrid_proxy.controller.semantics.history import FOLD_SECONDS, ChangeRow, last_known
 from hybrid_proxy.controller.serving.protocol import AgentStatus, TablePort
@@ -62,6 +63,7 @@ OF_SOME: Final = frozenset(
 )
 # Hooks of netfilter that packets between pods pass on this node, and those of the node itself.
 FORWARDED: Final = frozenset({"ingress", "prerouting", "forward", "postrouting", "egress"})
+BEFORE: Final = frozenset({"ingress", "prerouting", "input"})  # a packet's destination is changed
 OWN: Final = FORWARDED - {"forward"} | {"input", "output"}
 # A ClusterIP that another service has (see `semantics.tables`), or that is none (see `kubernetes.parse`).
 _LOST_CLUSTER_IP: Final = re.compile(r"ClusterIP (\S+):\d+ |spec\.clusterIPs\[\d+\]: ")
@@ -421,7 +423,8 @@ def in_short(facts: ServiceFacts, node: NodeFacts) -> Finding:
     mark: Mark = "warning" if found.well else "problem"
     # Without "(and 1 other problem)": the verdict on all services counts them.
     worst = _ordered(findings, mark)[0]
-    text = found.verdict if found.well and facts.tried else f"{facts.asked}: {worst.text}"
+    about = f"{facts.asked}: "
+    text = found.verdict if found.well and facts.tried else about + worst.text.removeprefix(about)
     return Finding(mark, "service", text, worst.todo, found.cause, found.certain)
 
 
@@ -485,7 +488,8 @@ def _refused(text: str, todo: str, facts: ServiceFacts) -> Finding:
     missing = {4, 6} - {port.family for port in facts.ports} if lost and facts.ports else set()
     if lost and lost[1] and facts.ports:
         missing = {family_of(lost[1].strip("[]"))}
-    outage = f": an outage for clients that use IPv{min(missing)}" if missing else ""
+    used = "its ClusterIP of " * any(port.family in missing and bool(port.frontends) for port in facts.ports)
+    outage = f": an outage for clients that use {used}IPv{min(missing)}" if missing else ""
     return Finding(
         "warning" if facts.ports and not missing else "problem", "object", text + outage, todo, "object-refused"
     )
@@ -530,14 +534,20 @@ def _destination(facts: ServiceFacts, node: NodeFacts) -> list[Finding]:
 
 
 def _table(facts: ServiceFacts) -> Iterator[Finding]:
-    for verdict in facts.verdicts:
-        if verdict.rule == "source-ranges":
-            text = f"source not in loadBalancerSourceRanges: {verdict.why}"
-            todo = "add the client's range to the Service, or connect from one of these"
-            yield Finding("problem", "table", text, todo, "source-not-allowed")
-        elif verdict.verdict == "drop":
-            family = next(port.family for port in facts.ports if port.name == verdict.service)
-            yield Finding("problem", "table", *_policy(verdict.why, facts, family, "it"), "no-local-endpoint")
+    # The client is let in elsewhere, perhaps; nobody outside uses a ClusterIP.
+    inner = {socket_text(*at) for port in facts.ports for at in places(port, ())[-1:]} if facts.stranger else ()
+    served = [each.name for each in facts.verdicts if each.verdict == "dnat" and each.name not in inner]
+    if closed := [each for each in facts.verdicts if each.rule == "source-ranges"]:
+        names = some([each.name for each in closed if each.name])
+        text = f"source not in loadBalancerSourceRanges{' of ' * bool(names)}{names}: {closed[0].why}"
+        text += f"; it is let in at {some(served)}" * bool(served)
+        todo = "add the client's range to the Service, or connect from one of these"
+        mark: Mark = "problem" if not served else "warning" if facts.stranger else "ok"
+        yield Finding(mark, "table", text, todo, "restricted" if mark == "ok" else "source-not-allowed")
+    away = {each.why: each for each in facts.verdicts if each.verdict == "drop" and each not in closed}
+    for verdict in away.values():
+        family = next(port.family for port in facts.ports if port.name == verdict.service)
+        yield Finding("problem", "table", *_policy(verdict.why, facts, family, "it"), "no-local-endpoint")
     merged = dict[tuple[str, str], Finding]()
     for port in sorted(facts.ports, key=lambda port: port.family):
         for each in _sets(port, facts):
@@ -556,8 +566,8 @@ def _sets(port: TablePort, facts: ServiceFacts) -> Iterator[Finding]:
         why = next((each.why for each in port.backend_sets if each.why), "the service has no endpoints")
         why = why.removeprefix("no endpoint is ready, and ")
         count = f"{several(len(unready), 'endpoint')} {_verb(unready, 'is', 'are')}"
-        what = f"0 of {count} ready: {some(unready)}" if unready else "no endpoint is ready"
-        text = f"{what}: {why} ({port.name}, IPv{port.family})"
+        what = f"0 of {count} ready: {some(unready)}: " if unready else "no endpoint is ready: "
+        text = f"{what * (not why.startswith(NO_PORT))}{why} ({port.name}, IPv{port.family})"
         if any(each.when_empty is WhenEmpty.DROP for each in port.backend_sets):
             text, todo = _policy(why, facts, port.family, f"packets to {port.name}")
             yield Finding("problem", "table", text, todo, "no-local-endpoint")
@@ -567,7 +577,9 @@ def _sets(port: TablePort, facts: ServiceFacts) -> Iterator[Finding]:
     ends = _ends(port)
     why = cluster[0].why if cluster else ""
     more = f"; not ready: {some(unready)}" if unready else ""
-    yield Finding("ok", "table", f"{port.name}, IPv{port.family}: {several(len(ends), 'backend')} ({why}{more})")
+    text = f"{port.name}, IPv{port.family}: {several(len(ends), 'backend')} ({why}{more})"
+    most = len(unready) > len(ends)
+    yield Finding("warning", "table", text, _selected(facts), "no-endpoint") if most else Finding("ok", "table", text)
     if facts.packet is None and all(verdict.verdict != "drop" for verdict in facts.verdicts):
         for each in port.frontends:
             inside = each.kind is Kind.CLUSTER_IP
@@ -587,7 +599,8 @@ def _policy(why: str, facts: ServiceFacts, family: int, what: str) -> tuple[str,
     spec = ",".join(f'"{word}":"Cluster"' for word in policy.split() if word.endswith("Policy"))
     namespace, _, name = (facts.name or "").partition(":")[0].partition("/")
     change = f"`kubectl -n {namespace} patch service {name} -p '{{\"spec\":{{{spec}}}}}'`"
-    todo = f"send to a node that has an endpoint (the health-check node port tells load balancers), or {change}"
+    other = "send to a node that has an endpoint (the health-check node port tells load balancers), or "
+    todo = other * policy.startswith("external") + change
     return f"{policy} drops {what} at this node: {rest}{':' * bool(away)} {some(away)}".rstrip(), todo
 
 
@@ -669,6 +682,12 @@ def _ends(port: TablePort) -> list[Backend]:
     return sorted({end for each in port.backend_sets for end in each.backends}, key=lambda end: (end.address, end.port))
 
 
+def reached(facts: ServiceFacts, port: TablePort) -> list[Backend]:
+    """Return the backends of a port that the packet can get to, which has a policy; of a service all."""
+    chosen = facts.verdicts[0].backends if facts.packet and facts.verdicts else ()
+    return [end for end in _ends(port) if not chosen or socket_text(end.address, end.port) in chosen]
+
+
 def _kernel(facts: ServiceFacts, node: NodeFacts) -> Iterator[Finding]:
     names = {port.name for port in facts.ports}
     missed = [one for one in node.agent.dataplane.unprogrammed if one.entry in names] if node.agent else []
@@ -737,8 +756,14 @@ def _connections(facts: ServiceFacts, node: NodeFacts) -> Iterator[Finding]:
             yield Finding("unknown", "connections", f"{_end(each)} could not be tried: {each.detail}")
     if facts.stranger and facts.tried:
         text = f"none was tried from {facts.stranger}: neither this node nor a pod of it has this address"
-        todo = "for a pod, ask on its node; here the table was asked for this client"
+        at = (socket_text(*at) for port in facts.ports for at in places(port, facts.table.node_ports_at))
+        to = facts.asked.partition(" -> ")[2] or next(at, facts.ports[0].name)
+        trace = f"`hybrid-proxy trace --from {facts.stranger} --to {to}`"
+        todo = f"for a pod, ask on its node; {trace} follows packets of this client"
         yield Finding("unknown", "connections", text, todo, "untried")
+        if met := _on_its_way(facts, node):
+            text = f"on the way of {facts.stranger} {_verb(met, 'is', 'are')} {some(list(map(str, met)), '; ')}"
+            yield Finding("warning", "firewall", text, f"{trace} shows what gets past it", "firewall", certain=False)
     if facts.no_pod and facts.tried:
         text = f"none was tried from a pod, so nothing is known of forwarding: {facts.no_pod}"
         todo = "run doctor as root on the node itself; a pod of the agent needs deploy's component debug for it"
@@ -813,11 +838,36 @@ def _connections(facts: ServiceFacts, node: NodeFacts) -> Iterator[Finding]:
         yield Finding("ok", "service address", words)
 
 
+def places(port: TablePort, node_ports_at: Sequence[str]) -> list[tuple[str, int]]:
+    """Return the addresses and ports of a service port; the ClusterIP, which nobody outside uses, comes last."""
+    fronts = sorted(port.frontends, key=lambda each: each.kind is Kind.CLUSTER_IP)
+    pairs = ((at, each.port) for each in fronts for at in ([each.address] if each.address else node_ports_at))
+    return [pair for pair in pairs if family_of(pair[0]) == port.family]
+
+
+def _on_its_way(facts: ServiceFacts, node: NodeFacts) -> list[Rule]:
+    """Rules that take packets of a client elsewhere, or the answers, by what they say; others may accept them before.
+
+    Those to a service meet the first hooks, unless programs translate them before; those to a backend meet others.
+    """
+    relayed = bool(node.programmed) and WITHOUT_FORWARD.issuperset(node.programmed)
+    own = [rule for rule in facts.rules if not rule.away and not rule.pod]
+    met = dict[Rule, None]()
+    for port in facts.ports:
+        fronts = [(facts.packet.dst, facts.packet.port)] if facts.packet else places(port, facts.table.node_ports_at)
+        ends = [(end, BEFORE) for end in fronts if node.programmed.keys() != {"ebpf"}]
+        ends += [((end.address, end.port), FORWARDED) for end in reached(facts, port) if not relayed]
+        for end, hooks in ends:
+            one = Tried("node", facts.stranger, "backend", socket_text(*end), port.protocol, "failed")
+            met |= {rule: None for rule in own if hooks & {*rule.hooks} and _is_about(rule, one, facts)}
+    return list(met)
+
+
 def _known(facts: ServiceFacts, node: NodeFacts) -> set[tuple[str, str]]:
     """The ends of connections to the backends that are programmed."""
     idle = node.unprogrammed
     ports = [port for port in facts.ports if port.name not in idle]
-    return {(socket_text(end.address, end.port), port.protocol) for port in ports for end in _ends(port)}
+    return {(socket_text(end.address, end.port), port.protocol) for port in ports for end in reached(facts, port)}
 
 
 def _lossy(facts: ServiceFacts) -> dict[tuple[str, str, str], list[Tried]]:
@@ -868,7 +918,6 @@ def _rules_at(facts: ServiceFacts, node: NodeFacts, failed: Sequence[Tried], rul
         OWN if each.place == "node" or _host(each) in facts.own or (each.via == "service" and relayed) else FORWARDED
         for each in failed
     ]
-    common = frozenset.intersection(*hooks) if hooks else frozenset[str]()
     sources = {each.source for each in failed}
     hosts = {_host(each) for each in failed}
     ends, known = ({_host(each) for each in rows} | {each.source for each in rows} for rows in (failed, facts.tried))
@@ -880,10 +929,11 @@ def _rules_at(facts: ServiceFacts, node: NodeFacts, failed: Sequence[Tried], rul
         own = rule in facts.counted and any(each.via == "service" for each in failed)  # see `_away`
         if rule.away and (own or not named & hosts):
             return False
-        hooked = (OWN if rule.pod and failed else common).intersection(rule.hooks)
-        return bool(hooked) and (not named or bool(named & ends))
+        # A chain may be used from several hooks, so the node's own connections and those of pods may meet one rule.
+        hooked = bool(hooks) and not any(met.isdisjoint(rule.hooks) for met in ([OWN] if rule.pod else hooks))
+        return hooked and (not named or bool(named & ends))
 
-    return sorted(filter(may_be_met, rules), key=lambda rule: _hook(rule) not in ("FORWARD", "OUTPUT"))
+    return sorted(filter(may_be_met, rules), key=lambda rule: {"forward", "output"}.isdisjoint(rule.hooks))
 
 
 def _explaining(facts: ServiceFacts, node: NodeFacts, failed: Sequence[Tried]) -> list[Rule]:
@@ -910,8 +960,11 @@ def _is_about(rule: Rule, each: Tried, facts: ServiceFacts) -> bool:
     listens = each.outcome == "refused" and each.target.rpartition(":")[2] in facts.listening.get(each.end, ())
     surely = not listens or _does(rule) != "rejects"
     ends, protocol = ((each.source, ""), (_host(each), each.target.rpartition(":")[2])), each.protocol.lower()
-    packets = (zip(FIELDS, (*start, *end, protocol), strict=True) for start, end in (ends, ends[::-1]))
-    return any(takes(rule.text, dict(packet), surely=surely) for packet in packets)
+    packets = [dict(zip(FIELDS, (*start, *end, protocol), strict=True)) for start, end in (ends, ends[::-1])]
+    if each.source == facts.stranger:
+        packets[0] |= {"state": "new", "iif": facts.stranger_at, "iifname": facts.stranger_at}
+        packets[1] |= {"oif": facts.stranger_at, "oifname": facts.stranger_at}
+    return any(takes(rule.text, packet, surely=surely) for packet in packets)
 
 
 def _blamed(
@@ -919,7 +972,7 @@ def _blamed(
 ) -> Finding:
     """The first of these rules that counted, or those that are on the way."""
     rule, sure = rules[0], rules[0] in facts.counted
-    text = f"{_firewall(rule)} {'probably ' * (not sure)}{_does(rule)} packets in {_hook(rule)}: "
+    text = f"{_firewall(rule)} {'probably ' * (not sure)}{_does(rule)} packets in {'/'.join(rule.hooks).upper()}: "
     if sure:
         text, todo = f"{text}{rule} counted {several(facts.counted[rule], 'packet')} while {seen}", _accept(rule)
     else:
@@ -1009,7 +1062,8 @@ def _of_backends(direct: Sequence[Tried], facts: ServiceFacts, node: NodeFacts) 
         worst = next(iter(_failing(tried)), tried[0])
         kinds.setdefault((protocol, worst.outcome), []).append(worst)
     for (protocol, outcome), worsts in kinds.items():
-        each, targets, ends = worsts[0], [_end(one) for one in worsts], {one.end for one in worsts}
+        each, ends = worsts[0], {one.end for one in worsts}
+        targets = [" on ".join(filter(None, (_end(one), facts.table.elsewhere.get(_host(one))))) for one in worsts]
         total = sum(of == protocol for _, of in by_end.keys() | _known(facts, node))
         count = f"{len(targets)} of {several(total, 'backend')}"
         failing = _failing([one for one in direct if one.end in ends])
@@ -1019,7 +1073,7 @@ def _of_backends(direct: Sequence[Tried], facts: ServiceFacts, node: NodeFacts) 
         well: Mark = "warning" if len(targets) < total and any(one.via == "backend" for one in failed) else "ok"
         match outcome:
             case "refused":
-                numbers = sorted({target.rpartition(":")[2] for target in targets})
+                numbers = sorted({_end(one).rpartition(":")[2] for one in worsts})
                 at = list(dict.fromkeys(place for one in worsts for place in facts.listening.get(one.end, ())))
                 dead = list(dict.fromkeys(_host(one) for one in worsts if facts.listening.get(one.end) == ()))
                 text = f"{count} {_verb(targets, 'refuses', 'refuse')} targetPort {', '.join(numbers)}{where}"
@@ -1032,6 +1086,8 @@ def _of_backends(direct: Sequence[Tried], facts: ServiceFacts, node: NodeFacts) 
                     todo = f"look at the pod's firewall (`nsenter --net={path} nft list ruleset`), and network policies"
                 elif at:
                     text += f"; {listens} on {some(at)}"
+                    if any(place in (f"127.0.0.1:{n}", f"[::1]:{n}") for place in at for n in numbers):
+                        todo = "have it listen at the pod's address, or 0.0.0.0 (::), and not at loopback alone"
                 elif dead:
                     todo = "the process does not run, or has not opened its port yet: see the container's log and state"
                 if dead:
@@ -1120,10 +1176,6 @@ def _packets(each: Tried) -> str:
 
 def _host(each: Tried) -> str:
     return each.target.rpartition(":")[0].strip("[]")
-
-
-def _hook(rule: Rule) -> str:
-    return "FORWARD" if "forward" in rule.hooks else "/".join(hook.upper() for hook in rule.hooks)
 
 
 def _firewall(rule: Rule) -> str:

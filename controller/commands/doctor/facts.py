@@ -137,6 +137,7 @@ class ServiceFacts(msgspec.Struct, kw_only=True, frozen=True):
     listening: dict[tuple[str, str], tuple[str, ...]] = {}  # an end that refused -> ports where its pod listens
     table: TableAnswer = TableAnswer([], [], [])  # of the agent
     stranger: str = ""  # the client that was named, if it is neither this node nor a pod of it
+    stranger_at: str = ""  # the interface by which packets go to it
     no_pod: str = ""  # why no connection was tried from a pod
     rules: tuple[Rule, ...] = ()  # before the connections
     counted: dict[Rule, int] = {}  # of these rules, what was counted during the connections

@@ -11,7 +11,7 @@ from typing import Final
 
 import msgspec
 
-from hybrid_proxy.controller.commands.doctor.checks import lost_on_the_way
+from hybrid_proxy.controller.commands.doctor.checks import lost_on_the_way, places, reached
 from hybrid_proxy.controller.commands.doctor.connect import REPEAT_SECONDS, Attempt, Origin, repeats, speech_of, try_all
 from hybrid_proxy.controller.commands.doctor.facts import ServiceFacts, Tried
 from hybrid_proxy.controller.commands.doctor.node import Node, recent
@@ -51,12 +51,14 @@ def at_service(args: argparse.Namespace, packet: Packet | None, node: Node) -> S
 
 
 def at_namespace(args: argparse.Namespace, node: Node) -> list[ServiceFacts]:
-    """Collect the facts of each service that is programmed in a namespace; all connections are tried at once.
+    """Collect the facts of each service in a namespace, programmed or refused; all connections are tried at once.
 
     Raises:
         ControllerError: there is none.
     """
-    names = [row.name for row in node.rows if row.name]
+    agent = node.facts.agent
+    refused = [*(one.key for one in agent.problems if one.kind == "Service"), *agent.conflicts] if agent else []
+    names = [*(row.name for row in node.rows if row.name), *refused]
     asked = checked(Asked(None, args.namespace), names)
     services = sorted({name.partition(":")[0] for name in names if asked.has(name)})
     return _with_connections(args, [_objects(_about(args, service), None, node) for service in services], node)
@@ -122,6 +124,8 @@ def _with_connections(args: argparse.Namespace, services: Sequence[ServiceFacts]
     own_ends = frozenset(socket_text(each.source, each.client_port) for each in made)
     since = _events(args.admin_socket, before_all.last, own_ends) if before_all else None
     events = recent(since.events) if since else ()
+    stranger = source if pods and source not in here else ""
+    hop = links.next_hop(stranger) if stranger else None
     found = []
     for facts, ours, mine, way in zip(services, backends, plans, ways, strict=True):
         rows = [tried[attempt] for attempt in mine]
@@ -142,7 +146,8 @@ def _with_connections(args: argparse.Namespace, services: Sequence[ServiceFacts]
                 ),
                 astray=way,
                 listening=listening(rows, pods),
-                stranger=source if pods and source not in here else "",
+                stranger=stranger,
+                stranger_at=(links.interface_name(hop.index) if hop else "") or "",
                 no_pod="" if any(pod.addresses for pod in pods) else no_pod,
                 rules=rules,
                 counted=dict(counters),
@@ -166,8 +171,9 @@ def _objects(args: argparse.Namespace, packet: Packet | None, node: Node) -> Ser
             if name and (broken or not answer.ports):
                 ignored = ask(args.admin_socket, FindIgnored(name.partition(":")[0]), IgnoredAnswer).services
             if name and args.source:
-                packets = [_packet_to(args.source, port, frontend) for port, frontend in _frontends(answer.ports)]
-                packets = [each for each in packets if family_of(each.dst) == family_of(each.src)]
+                asked_of = [port for port in answer.ports if port.family == family_of(args.source)]
+                pairs = [(port, at) for port in asked_of for at in places(port, answer.node_ports_at)]
+                packets = [_packet_to(args.source, port, *at) for port, at in pairs]
                 verdicts = ask(args.admin_socket, GetTable(None, packets), TableAnswer).verdicts
     if packet is not None and verdicts:
         name = verdicts[0].service
@@ -192,12 +198,8 @@ def _objects(args: argparse.Namespace, packet: Packet | None, node: Node) -> Ser
     )
 
 
-def _packet_to(source: str, port: TablePort, frontend: Frontend) -> Packet:
-    return Packet("", str(ip_address(source)), frontend.address or "", frontend.port, port.protocol.lower())
-
-
-def _frontends(ports: Iterable[TablePort]) -> Iterator[tuple[TablePort, Frontend]]:
-    return ((port, frontend) for port in ports for frontend in port.frontends if frontend.address)
+def _packet_to(source: str, port: TablePort, address: str, number: int) -> Packet:
+    return Packet(socket_text(address, number), str(ip_address(source)), address, number, port.protocol.lower())
 
 
 def _is_meant(row: ServiceRow, name: str | None, packet: Packet | None) -> bool:
@@ -243,7 +245,7 @@ def _live(
     args: argparse.Namespace, facts: ServiceFacts, node: Node, pods: Sequence[namespaces.Pod], own: Sequence[str]
 ) -> ExplainAnswer | None:
     """What the loaded programs would do with the packet, or with one of a pod to the service's first address."""
-    packet, first = facts.packet, next(_frontends(facts.ports), None)
+    packet, first = facts.packet, next(((port, *at) for port in facts.ports for at in places(port, ())[-1:]), None)
     if packet is None and first:
         sources = [args.source] * bool(args.source) + [each for pod in pods for each in pod.addresses] + list(own)
         packet = next((_packet_to(each, *first) for each in sources if family_of(each) == first[0].family), None)
@@ -303,16 +305,19 @@ def _attempts(
     """
     attempts: dict[Attempt, None] = {}
     for port in facts.ports:
-        ends = sorted({(end.address, end.port) for each in port.backend_sets for end in each.backends})
+        ends = [(end.address, end.port) for end in reached(facts, port)]
         if len(attempts) >= MOST_ATTEMPTS:
             break
         service, _, port_name = port.name.partition(":")
+        every = {end for each in port.backend_sets for end in each.backends}
         for origin in origins:
             mine = origin.address(port.family)
             if not mine:
                 continue
             targets = [("backend", *end) for end in ends[:MOST_BACKENDS]]
-            targets += [("service", *each) for each in _addresses(port, facts, mine, origins[0]) if ends]
+            # A policy may leave the packet fewer backends than it leaves other clients.
+            if len(ends) == len(every) or origin.named in origin.addresses:
+                targets += [("service", *each) for each in _addresses(port, facts, mine, origins[0]) if ends]
             for via, address, number in targets:
                 speech = speech_of(port_name, number, port.protocol, path=args.path or port.probe_path, host=service)
                 itself = (via, origin.place) == ("backend", "pod") and address in origin.addresses

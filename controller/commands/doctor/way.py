@@ -101,6 +101,9 @@ def astray(
                     back = _way_back(pod, asking, (upper.mac, link.mac), here.addresses if link.master else (), pods)
                 if wrong:
                     repair = f"`ip route replace {address} dev {upper.name}`"
+                    no_six = f"net.ipv6.conf.{upper.name}.disable_ipv6"
+                    if family == 6 and sysctl.read(f"net/ipv6/conf/{upper.name}/disable_ipv6") == "1":
+                        leads, repair = f"{no_six} is 1 there", f"`sysctl -w {no_six}=0`, then {repair}"
                     found[address] = f"its pod is behind {link.name}, and {leads}", f"{repair}; {todo}"
                 elif mac and mac != own:
                     found[address] = f"{entry}, and its pod has {own.hex(':')}", again
