@@ -55,6 +55,7 @@ class ProbePacket(msgspec.Struct, frozen=True):
     protocol: int
     source_class: str | None = None
     source_port: int = 0  # 0: any
+    interface: str = ""  # the node's end of the link of the pod that sends it; empty: where the route to it leads
 
 
 def belongs(name: str | None, service: str | None) -> bool:

@@ -259,13 +259,22 @@ def _with_former(args: argparse.Namespace, status: p.AgentStatus) -> p.AgentStat
 
 def explain_live(args: argparse.Namespace, packets: list[Packet]) -> int:
     """Ask the loaded program, through the agent."""
+    from hybrid_proxy.controller.commands.doctor.way import astray
+    from hybrid_proxy.dataplane.kernel import namespaces
+    from hybrid_proxy.dataplane.kernel.roles import Roles
+
     for each in packets:
         if family_of(each.src) != family_of(each.dst):
             raise ControllerError(f"{each.src} and {each.dst} are of different address families")
+    pods: list[namespaces.Pod] = []
+    with contextlib.suppress(OSError, DataplaneError):  # without the rights, routes tell where pods are
+        pods += namespaces.pods()
+    at = {address: pod.interface for pod in pods for address in pod.addresses}
     probes = [
         ProbePacket(each.src, each.dst, each.port, Protocol[each.protocol.upper()], each.source_class, args.source_port)
         for each in packets
     ]
+    probes = [msgspec.structs.replace(each, interface=at.get(each.src, "")) for each in probes]
     try:
         agent = ask(args.admin_socket, p.GetNames(), p.NamesAnswer)
     except StartingError as error:
@@ -284,6 +293,11 @@ def explain_live(args: argparse.Namespace, packets: list[Packet]) -> int:
     rows = [_as_drained(known[packet], agent) if packet in known else next(answers) for packet in packets]
     for packet, row in zip(packets, rows, strict=True):
         row.name, row.mode = packet.name, row.mode or agent.mode
+        if row.service and not args.flows:
+            ends = {host: host in at for host in (end.rpartition(":")[0].strip("[]") for end in row.backends)}
+            uplinks = Roles((), ()).look((here := read_node()).interfaces, ())[1]
+            wrong = astray(ends, {packet.src}, pods, here, uplinks, ())
+            row.steps += [ExplainStep("way", f"The way to {end} is wrong: {why}.") for end, (why, _) in wrong.items()]
     if args.output == "json":
         terminal.print_value(args.output, rows if args.flows else rows[0])
         return 0

@@ -1822,6 +1822,30 @@ def test_a_drop_is_reported_in_the_same_words_after_a_restart(clinic: Clinic, mo
     assert any("externalTrafficPolicy" in text for text in messages[0]) is (mode == "ebpf"), messages
 
 
+@only_in("ebpf", "nftables")
+@pytest.mark.parametrize("pod", ["pod1", "pod2"])
+@pytest.mark.parametrize("change", ["del", "blackhole"])
+def test_explain_asks_the_routes_of_both_ends(clinic: Clinic, mode: str, pod: str, change: str) -> None:
+    """A client's packets come from its pod, wherever the route to it leads: the program checks that."""
+    clinic.put("pod1")
+    ask = ("explain", "--live", "--from", clinic.lab["pod2"].address4, "--to", f"{NAME}:80", "-o", "json")
+    before = json.loads(clinic.agent.command(*ask).stdout)
+    with route("", pod)(clinic):
+        if change == "blackhole":
+            clinic.run("node", "ip", "route", "add", "blackhole", clinic.lab[pod].address4)
+        try:
+            found = json.loads(clinic.agent.command(*ask).stdout)
+        finally:
+            if change == "blackhole":
+                clinic.run("node", "ip", "route", "del", "blackhole", clinic.lab[pod].address4)
+    clinic.put(*PODS)
+    said = f"The way to {clinic.lab[pod].address4} is wrong: its pod is behind {clinic.lab[pod].interface}, and "
+    assert before["verdict"] == "dnat"
+    assert found["verdict"] == ("drop" if (mode, pod) == ("ebpf", "pod2") else "dnat"), found
+    assert any(each["text"].startswith(said) for each in found["steps"]), found
+    assert not any("is wrong" in each["text"] for each in before["steps"]), before
+
+
 @only_in("ebpf")
 def test_a_link_without_ipv6_is_told_with_the_setting(clinic: Clinic) -> None:
     recovered(clinic)

@@ -185,6 +185,8 @@ class Attachments:
         node = self.node
         hop = next_hop(packet.src)
         towards = hop.index if hop else 0
+        if packet.interface:  # wherever the route leads
+            towards = next((each for each in self._of_pods() if interface_name(each) == packet.interface), towards)
         source = packet.source_class
         if source is None:
             addresses = {*node.addresses, *node.primary} if node else set()
