@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -33,8 +32,7 @@ def run(args: argparse.Namespace) -> int:
     if not rows and any(asked):
         checked_service(args)  # a wrong name has no changes either
     if args.watch:
-        with contextlib.suppress(KeyboardInterrupt):
-            print_stream(args, columns(now, wide=wide), _followed(path, rows, known, asked), rows or [LIKELY])
+        print_stream(args, columns(now, wide=wide), _followed(path, rows, known, asked), rows or [LIKELY])
     elif rows or args.output in ("json", "yaml"):
         print_rows(args, columns(now, wide=wide), rows)
     else:

@@ -33,7 +33,7 @@ from hybrid_proxy.dataplane.errors import DataplaneError
 from hybrid_proxy.dataplane.kernel.links import read_node
 from hybrid_proxy.dataplane.mode import Options, ProbePacket
 from hybrid_proxy.dataplane.options import EbpfOptions
-from hybrid_proxy.dataplane.reports import ExplainAnswer, ExplainStep, FlowRow, clock, some
+from hybrid_proxy.dataplane.reports import ExplainAnswer, ExplainStep, FlowRow, some
 from hybrid_proxy.dataplane.table import NODE_PORT, Protocol, family_of, socket_text
 
 if TYPE_CHECKING:
@@ -161,8 +161,7 @@ def _watch(args: argparse.Namespace, read: _Read) -> int:
             yield from changes(before.rows, now.rows, now.columns, time.time())
             before = now
 
-    with contextlib.suppress(KeyboardInterrupt):
-        terminal.print_stream(args, listings.change_columns(first.columns), followed(), likely)
+    terminal.print_stream(args, listings.change_columns(first.columns), followed(), likely)
     return 0
 
 
@@ -192,32 +191,12 @@ def _show_modes(args: argparse.Namespace) -> int:
     return 0
 
 
-def _watch_status(args: argparse.Namespace) -> int:
-    """Print the verdict, and again whenever it or what is wrong changes, until Ctrl-C."""
-    from hybrid_proxy.controller.commands.status import judged
-    from hybrid_proxy.controller.commands.views import agent_at
-
-    shown = ""
-    with contextlib.suppress(KeyboardInterrupt):
-        while True:
-            status = agent_at(args.admin_socket, args.pin_root).known()
-            if (now := judged(status)) != shown and args.output in ("json", "yaml"):
-                terminal.print_stream(args, (), [status])
-            elif now != shown:
-                terminal.say(f"{clock(time.time())}  {now}")
-            shown = now
-            time.sleep(WATCH_SECONDS)
-    return 0
-
-
 def _show_status(args: argparse.Namespace) -> int:
     """The status; the exit code is 1 where no agent answers, and with --exit-code where the node is not in sync."""
     from hybrid_proxy.controller.commands import status as text
     from hybrid_proxy.controller.commands.troubles import Verdict
     from hybrid_proxy.controller.commands.views import agent_at
 
-    if args.watch:
-        return _watch_status(args)
     status = agent_at(args.admin_socket, args.pin_root).known()
     if isinstance(status, p.AgentStatus):
         with contextlib.suppress(ControllerError, DataplaneError, OSError):  # a mode may end while it is read
@@ -401,8 +380,6 @@ def _status_arguments(parser: argparse.ArgumentParser) -> None:
     text = "exit with 1 if the verdict is NOT IN SYNC, also while the agent starts, or, with `degraded`, DEGRADED"
     choices = ("not-in-sync", "degraded")
     parser.add_argument("--exit-code", nargs="?", const=choices[0], choices=choices, help=text)
-    text = "print the verdict, and again whenever it changes, until Ctrl-C"
-    parser.add_argument("-w", "--watch", action="store_true", help=text)
     _common_arguments(parser)
 
 

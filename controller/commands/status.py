@@ -25,14 +25,6 @@ def verdict(status: p.AgentStatus) -> Verdict:
     return max((trouble.verdict for trouble in troubles(status)), key=list(Verdict).index, default=Verdict.OK)
 
 
-def judged(status: p.AgentStatus | p.NoAgentStatus) -> str:
-    """Judge the status in a line without ages: what `--watch` prints whenever it is another one."""
-    if isinstance(status, p.AgentStatus):
-        reasons = "; ".join(trouble.reason for trouble in troubles(status) if trouble.reason)
-        return f"{verdict(status).value[0]}{reasons and f': {reasons}'}"
-    return f"{Verdict.NOT_IN_SYNC.value[0]}: {status.gone.why if status.gone else status.reason}"
-
-
 # ------------------------------------------------------------------------------------------------ the lines
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import shutil
 import sys
@@ -53,16 +54,15 @@ def print_rows(args: argparse.Namespace, columns: Sequence[Column[Row]], rows: S
 
 
 def print_stream(
-    args: argparse.Namespace, columns: Sequence[Column[Row]], rows: Iterable[Row], likely: Sequence[Row] = ()
-) -> int:
-    """Print rows as they come, with `-o json` an object a line; returns how many there were.
+    args: argparse.Namespace, columns: Sequence[Column[Row]], rows: Iterable[Row], likely: Sequence[Row]
+) -> None:
+    """Print rows as they come, until Ctrl-C; with `-o json` an object a line.
 
     `likely` are rows such as those that will come: the table is laid out for them.
     """
-    count = 0
-    for count, line in enumerate(_streamed(args, columns, rows, likely), 1):  # noqa: B007 - the number of the last one
-        print(line, flush=True)
-    return count
+    with contextlib.suppress(KeyboardInterrupt):
+        for line in _streamed(args, columns, rows, likely):
+            print(line, flush=True)
 
 
 def _streamed(

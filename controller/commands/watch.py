@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
@@ -108,9 +107,8 @@ def _stream(args: argparse.Namespace, rows: Iterable[PacketEvent], known: Sequen
             shown[kind(row)] += 1
             yield row
 
-    with contextlib.suppress(KeyboardInterrupt):
-        likely = [*LIKELY, *known]
-        print_stream(args, _columns(args, likely, stream=True), counted(), likely)
+    likely = [*LIKELY, *known]
+    print_stream(args, _columns(args, likely, stream=True), counted(), likely)
     return shown
 
 

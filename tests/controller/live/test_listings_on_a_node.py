@@ -6,7 +6,6 @@ import errno
 import json
 import re
 import shlex
-import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -201,30 +200,6 @@ def test_status_begins_with_a_verdict_and_names_the_agent(node: Lab) -> None:
     assert first.startswith(("OK", "DEGRADED: "))
     assert any(f"agent {status['version']}, PID {status['pid']}" in line for line in others)
     assert Path(f"/proc/{status['pid']}").is_dir()
-
-
-def test_watching_the_status_prints_a_verdict_when_it_is_another(node: Lab) -> None:
-    texts, objects = node.folder / "status.out", node.folder / "status.json"
-    spoilt = node.folder / "manifests" / "spoilt.yaml"
-    watchers = []
-    for output, more in ((texts, []), (objects, ["-o", "json"])):
-        argv = [sys.executable, "-m", "hybrid_proxy.controller", "status", "-w", *more]
-        with output.open("w") as written:
-            watchers.append(node.start("node", argv, output=written, errors=subprocess.STDOUT))
-    try:
-        until(lambda: texts.read_text() and objects.read_text(), "the first verdict, which is in no buffer", 30)
-        before = texts.read_text()
-        spoilt.write_text("kind: [")
-        until(lambda: "1 file is unreadable" in texts.read_text(), "the other one", 30)
-        until(lambda: len(objects.read_text().splitlines()) > 1, "the object of the other one", 30)
-    finally:
-        spoilt.unlink(missing_ok=True)
-        for watching in watchers:
-            watching.send_signal(signal.SIGINT)
-    assert [watching.wait(30) for watching in watchers] == [0, 0]
-    assert len(before.splitlines()) == 1, "it is printed once"
-    first, second, *_ = map(json.loads, objects.read_text().splitlines())
-    assert (first["problems"] != second["problems"], second["agent"]) == (True, True)
 
 
 def test_no_color_leaves_no_escape_sequence(node: Lab) -> None:
