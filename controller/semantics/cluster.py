@@ -11,18 +11,10 @@ from collections.abc import Collection, Iterable, Mapping
 from types import MappingProxyType
 from typing import Any
 
-import msgspec
 from msgspec.structs import replace
 
 from hybrid_proxy.controller.kubernetes import model
 from hybrid_proxy.dataplane.table import family_of
-
-
-class Dirty(msgspec.Struct, frozen=True):
-    """The changes since the last call: services by name (None: all of them), and the node's own state."""
-
-    services: frozenset[str] | None = frozenset()
-    node: bool = False
 
 
 class Cluster:
@@ -61,7 +53,6 @@ class Cluster:
         self._problems: dict[tuple[str, str], model.Problem] = {}
         self._complaints: dict[tuple[str, str], model.Problem] = {}  # of objects that were accepted all the same
         self._dirty: set[str] | None = None  # None: everything, before the first call
-        self._node_dirty = True
         self.source_state: model.SourceState | None = None
 
     def apply(self, event: model.Event) -> bool:
@@ -87,13 +78,10 @@ class Cluster:
         """The kinds that were announced and not listed yet, sorted. Nothing may be programmed while there are some."""
         return tuple(sorted(self._awaited))
 
-    def take_dirty(self) -> Dirty:
-        """Returns the changes since the last call and forgets them; the caller must redo these."""
-        services = None if self._dirty is None else frozenset(self._dirty)
-        answer = Dirty(services, self._node_dirty)
-        self._dirty = set()
-        self._node_dirty = False
-        return answer
+    def take_dirty(self) -> set[str] | None:
+        """Returns the Services that changed since the last call, None: all. The caller must redo these."""
+        dirty, self._dirty = self._dirty, set()
+        return dirty
 
     def take_former(self) -> dict[str, tuple[model.Service, model.Service | None]]:
         """Returns the Services that were changed since the last call, as they were and as they are."""
@@ -202,7 +190,6 @@ class Cluster:
                     return False
                 self._complain("ServiceCIDR", obj.name, obj.complaints)
                 self._cidrs[obj.name] = obj
-                self._node_dirty = True
                 return True
 
     def _put_service(self, service: model.Service) -> bool:
@@ -246,13 +233,9 @@ class Cluster:
         self._complain("Node", node.name, node.complaints)
         self._nodes[node.name] = node
         old, self._last = self._last, _with_former_facts(node, self._last)
-        if self._last == old:
-            return False
-        self._node_dirty = True
-        return True
+        return self._last != old
 
     def _drop(self, kind: str, key: str) -> bool:
-        old: object
         self._complain(kind, key)
         match kind:
             case "Service":
@@ -263,10 +246,7 @@ class Cluster:
             case "Node":
                 self._nodes.pop(key, None)  # what it said stays in use
                 return False
-            case _:
-                old = self._cidrs.pop(key, None)
-                self._node_dirty |= old is not None
-        return old is not None
+        return self._cidrs.pop(key, None) is not None
 
     def _drop_service(self, key: str) -> bool:
         if key not in self._services:

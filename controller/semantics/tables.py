@@ -112,11 +112,11 @@ class Builder:
         zone, pods = cluster.node.zone if cluster.node else "", network.pods
         basis = zone, network.primary, pods.recognizes(4), pods.recognizes(6)
         names: Collection[str]
-        if dirty.services is None or basis != self._basis:
+        if dirty is None or basis != self._basis:
             # In one order, so that two agents with one cluster make one table.
             names = sorted({*cluster.services, *self._claims.wanted, *self._external_ips})
         else:
-            names = dirty.services
+            names = dirty
             if moved := self._own.symmetric_difference(network.addresses):
                 names |= {name for name, one in cluster.services.items() if not moved.isdisjoint(one.cluster_ips)}
         self._basis, self._own = basis, frozenset(network.addresses)

@@ -20,21 +20,20 @@ from hybrid_proxy.controller.kubernetes.model import (
     key_of,
     kind_of,
 )
-from hybrid_proxy.controller.semantics.cluster import Cluster, Dirty
+from hybrid_proxy.controller.semantics.cluster import Cluster
 
 WEB, API = service(), service("api", cluster_ips=("10.96.0.11",))
 SLICE = endpoint_slice(here("10.1.0.1"))
 OF_API = endpoint_slice(here("10.1.0.1"), of="api")
 ORPHAN = endpoint_slice(here("10.1.0.1"), of="nobody", name="orphan")
-FRESH = {"services": frozenset(), "node": False}
 
 
 def replace(obj, **fields):
     return msgspec.structs.replace(obj, **fields)
 
 
-def dirty(*names: str, node: bool = False) -> Dirty:
-    return Dirty(frozenset(f"default/{name}" for name in names), node)
+def dirty(*names: str) -> set[str]:
+    return {f"default/{name}" for name in names}
 
 
 # fmt: off
@@ -55,15 +54,15 @@ CASES = [
     pytest.param(Removed("EndpointSlice", "default/orphan"),                         False, dirty(),             id="a slice without a service removed"),
     pytest.param(Removed("Service", "default/web"),                                  True,  dirty("web"),        id="a service removed"),
     pytest.param(Removed("Service", "default/nobody"),                               False, dirty(),             id="an unknown service removed"),
-    pytest.param(Upserted(replace(NODE, zone="zone-b")),                             True,  dirty(node=True),    id="this node's zone"),
+    pytest.param(Upserted(replace(NODE, zone="zone-b")),                             True,  dirty(),             id="this node's zone"),
     pytest.param(Upserted(replace(NODE, eligible=False)),                            False, dirty(),             id="this node for load balancers: health alone"),
     pytest.param(Upserted(Node(ME, NODE.addresses, NODE.pod_cidrs, NODE.zone)),      False, dirty(),             id="this node's heartbeat"),
     pytest.param(Upserted(Node("node-b", ("192.168.0.2",))),                         False, dirty(),             id="another node"),
     pytest.param(Removed("Node", "node-b"),                                          False, dirty(),             id="another node removed"),
     pytest.param(Removed("Node", ME),                                                False, dirty(),             id="this node removed: what it said stays"),
-    pytest.param(Upserted(ServiceCIDR("more", ("10.200.0.0/16",))),                  True,  dirty(node=True),    id="a service range"),
+    pytest.param(Upserted(ServiceCIDR("more", ("10.200.0.0/16",))),                  True,  dirty(),             id="a service range"),
     pytest.param(Upserted(SERVICE_RANGE),                                            False, dirty(),             id="the same service range again"),
-    pytest.param(Removed("ServiceCIDR", "kubernetes"),                               True,  dirty(node=True),    id="a service range removed"),
+    pytest.param(Removed("ServiceCIDR", "kubernetes"),                               True,  dirty(),             id="a service range removed"),
     pytest.param(Replaced("Service", (WEB, API)),                                    False, dirty(),             id="the same list again (410, listed anew)"),
     pytest.param(Replaced("Service", (WEB,)),                                        True,  dirty("api"),        id="a list without a service: it is gone"),
     pytest.param(Replaced("Service", (WEB,), frozenset({"default/api"})),            False, dirty(),             id="a list that refused a service: its last good version stays"),
@@ -89,7 +88,7 @@ def test_an_event_and_what_it_makes_dirty(event, may_differ, expected):
 
 def test_everything_is_dirty_at_first():
     state = cluster(WEB)
-    assert state.take_dirty() == Dirty(None, True)
+    assert state.take_dirty() is None
     assert state.take_dirty() == dirty()
 
 
