@@ -37,7 +37,6 @@ from hybrid_proxy.controller.serving.memory import read_changes
 from hybrid_proxy.controller.serving.protocol import Gone
 from hybrid_proxy.dataplane.diff import changed_services
 from hybrid_proxy.dataplane.errors import told
-from hybrid_proxy.dataplane.firewall_rules import Taken
 from hybrid_proxy.dataplane.reports import clock, several, shortened, some
 from hybrid_proxy.dataplane.table import EMPTY, ServiceTable
 
@@ -129,17 +128,8 @@ class History:
         services = {*self._table.left_to_node, *fronts}
         return {each for each, address in places.items() if each in self._came or address in services}
 
-    def nat(self, now: Iterable[Taken] | None) -> None:
-        """Remember which NAT of other programs for addresses of Services came or went; None: nobody has looked yet."""
-        if now is None:
-            return
-        self._last("nat", {str(each): each.service for each in now}, "came: ", "gone: ")
-
-    def faults(self, now: Iterable[str]) -> None:
-        """Remember what is missing or wrong about this node's objects, and when that is over."""
-        self._last("faults", dict.fromkeys(now, ""), "", "is over: ", by="the Node")
-
-    def _last(self, of: str, now: Mapping[str, str], began: str, ended: str, by: str = "the kernel") -> None:
+    def lasting(self, of: str, now: Mapping[str, str], began: str, ended: str, by: str = "the kernel") -> None:
+        """Remember what began or ended since the last call. `now` is what is so, each with its Service."""
         before, self._lasting[of] = self._lasting.get(of, now), now
         for word, those, others in ((ended, before, now), (began, now, before)):
             for what in sorted(those.keys() - others):

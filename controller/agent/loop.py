@@ -294,8 +294,9 @@ class Agent:
                 self.mode.maintain(self.syncer.builder.table)
                 if len(self.mode.programmer.unprogrammed) != len(self.notebook.unprogrammed):
                     self._report_unprogrammed()
-                self.syncer.flush_log()
-                self.history.faults(self.answers.node_faults())
+                self.syncer.log.flush()
+                faults = dict.fromkeys(self.answers.node_faults(), "")
+                self.history.lasting("faults", faults, "", "is over: ", "the Node")
                 self._trim_memory()
                 self.notebook.update()
 
@@ -336,7 +337,7 @@ class Agent:
         former = self.syncer.cluster.take_former()
         ends = self.syncer.cluster.addresses_of
         rows = self.history.programmed(self.syncer.builder.table, node.zone if node else "", former, ends)
-        self.syncer.flush_log(rows)
+        self.syncer.log.flush(rows)
         self._report_unprogrammed()
         self._announcements.external_ips(self.syncer.builder.external_ips)
         self._announcements.left_out(self.syncer.cluster.complaints.values())
@@ -400,7 +401,8 @@ class Agent:
         """Have the history compare what no report tells, and links of pods: new ones are down for a moment."""
         now, fill = dict(self._pods), conntrack.fill()
         now |= {name: sysctl.read(sysctl.FORWARDING[family]) or "none" for family, name in FORWARDING.items()}
-        self.history.nat(self.other_proxies.nat)
+        if (nat := self.other_proxies.nat) is not None:
+            self.history.lasting("NAT", {str(each): each.service for each in nat}, "came: ", "gone: ")
         self.history.facts("node", now | ({"table of conntrack": "full" if fill.full else "has room"} if fill else {}))
 
     def _trim_memory(self) -> None:

@@ -57,7 +57,6 @@ class OtherProxiesWatcher:
         self._beside = beside
         self._report = report
         self._table = table
-        self._rested = 0.0
         self._stop = threading.Event()
 
     def start(self) -> None:
@@ -70,7 +69,9 @@ class OtherProxiesWatcher:
     def search(self) -> None:
         """Search once; never raises."""
         try:
-            self._search_nat()
+            served = self._table().entries()
+            frontends = (((f.address, f.port, e.protocol), e.name) for e in served for f in e.frontends)
+            self.nat = tuple(dict.fromkeys(taken(read_rules(nat=True)[0], frontends)))
             modes = {self.mode, *self._former()}
             seen = find_other_proxies(self.mode, modes)
             if not self.settled or modes != {self.mode, *self._former()}:  # a switch: nobody has left anything yet
@@ -87,18 +88,13 @@ class OtherProxiesWatcher:
         if before and not found:
             log.info("there is no other proxy any more")
 
-    def _search_nat(self) -> None:
-        began = time.monotonic()
-        frontends = (((f.address, f.port, e.protocol), e.name) for e in self._table().entries() for f in e.frontends)
-        self.nat = tuple(dict.fromkeys(taken(read_rules(nat=True)[0], frontends)))
-        self._rested = time.monotonic() + PATIENCE * (time.monotonic() - began)
-
     def _run(self) -> None:
-        due, known = 0.0, b""
+        due, rested, known = 0.0, 0.0, b""
         while not self._stop.is_set():
             generation, now = ruleset_generation(), time.monotonic()
-            if now >= due or (generation != known and now >= self._rested):
+            if now >= due or (generation != known and now >= rested):
                 known = generation
                 self.search()
-                due = now + (NAT_SECONDS if self.nat else SECONDS)
+                due, ended = now + (NAT_SECONDS if self.nat else SECONDS), time.monotonic()
+                rested = ended + PATIENCE * (ended - now)
             self._stop.wait(READ_SECONDS)

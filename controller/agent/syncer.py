@@ -124,7 +124,7 @@ class Syncer:
         self._received: list[float] = []  # when the changes came that the next sync covers
         self._rested_at = 0.0
         self._retry = _Retry()
-        self._log = _SyncLog(clock)
+        self.log = _SyncLog(clock)
         health.awaited = cluster.awaited
 
     @property
@@ -218,8 +218,8 @@ class Syncer:
             programmer.prewarm(*self.cluster.extent)
         with START.part("table"):
             table = self.builder.build(self.cluster, *self._surroundings)
-        self._log.conflicts(self.builder.conflicts)
-        self._log.compare(before, table)
+        self.log.conflicts(self.builder.conflicts)
+        self.log.compare(before, table)
         if first and self.state is not State.RETRYING:  # to serve matters more than to remember
             table = msgspec.structs.replace(table, clients=tuple(clients(table)))
         try:
@@ -232,12 +232,8 @@ class Syncer:
             return None
         self._programmed(start)
         if not first:
-            self._log.add(result, self.sync_seconds)
+            self.log.add(result, self.sync_seconds)
         return result
-
-    def flush_log(self, rows: Iterable[ChangeRow] = ()) -> None:
-        """Write what the log is to say of the last syncs, if it is time; `rows` are what the last one changed."""
-        self._log.flush(rows)
 
     def _on(self, happened: Input) -> None:
         self.state = TRANSITIONS[self.state][happened]
@@ -305,7 +301,8 @@ class _SyncLog:
         if result.changed or result.removed:
             self.syncs.append((result, seconds))
 
-    def flush(self, rows: Iterable[ChangeRow]) -> None:
+    def flush(self, rows: Iterable[ChangeRow] = ()) -> None:
+        """Write what the log is to say of the last syncs, if it is time; `rows` are what the last one changed."""
         now = self.clock()
         if not self.syncs:
             return

@@ -294,8 +294,8 @@ def test_nat_of_others_comes_and_goes_and_what_it_counts_is_no_change(
     old, new = (Taken(NAME, "10.96.0.1", Rule("inet x", "c", (), f"dnat to {n}", 1, away=True)) for n in (1, 2))
     counted = replace(old, rule=replace(old.rule, packets=9))
     caplog.set_level(logging.INFO)
-    for now in (None, [old], [counted], [counted, new], [new]):
-        history.nat(now)
+    for now in ([old], [counted], [counted, new], [new]):
+        history.lasting("NAT", {str(each): each.service for each in now}, "came: ", "gone: ")
     history.flush()
     rows = read_changes(path)
     assert [(row.service, row.text) for row in rows] == [(NAME, f"came: {new}"), (NAME, f"gone: {old}")]

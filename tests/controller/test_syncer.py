@@ -80,7 +80,7 @@ class World:
 
     def sync(self, *, first: bool = False) -> SyncResult | None:
         result = self.syncer.sync(self.mode, first=first)
-        self.syncer.flush_log(self.history.programmed(self.syncer.builder.table))
+        self.syncer.log.flush(self.history.programmed(self.syncer.builder.table))
         return result
 
     def change(self, number: int = 1, received: float = 0.0, *superseded: Superseded) -> None:
@@ -256,8 +256,8 @@ def test_the_log_has_one_line_a_second(world: World, caplog: pytest.LogCaptureFi
         world.change(number)
     world.sync()
     world.now += 1.0
-    world.syncer.flush_log()
-    world.syncer.flush_log()
+    world.syncer.log.flush()
+    world.syncer.log.flush()
     _, (count, *_, names) = _logged(caplog)
     assert count == "3 service ports"
     assert names.startswith("d/web-2 (came), d/web-3 (came), d/web-")
@@ -273,7 +273,7 @@ def test_the_log_says_what_changed(world: World, caplog: pytest.LogCaptureFixtur
         world.syncer.observe(Upserted(slices))
         world.sync()
     world.now += 1.0
-    world.syncer.flush_log()
+    world.syncer.log.flush()
     assert [line[-1] for line in _logged(caplog) if len(line) > 1] == [
         "d/web-1 (ready: 10.1.0.1, 10.1.0.2)", "d/web-1 (removed: 10.1.0.3, 10.1.0.1; ready: 10.1.0.3 (2 x))"
     ]  # fmt: skip
