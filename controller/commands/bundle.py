@@ -28,7 +28,7 @@ import msgspec
 
 from hybrid_proxy.controller.commands.bundle_page import page
 from hybrid_proxy.controller.commands.command import Command, add_admin, add_folders, add_output
-from hybrid_proxy.controller.commands.terminal import encoded, print_value, remark, say
+from hybrid_proxy.controller.commands.terminal import encoded, print_answer, remark
 from hybrid_proxy.controller.commands.views import Agent, agent_at
 from hybrid_proxy.controller.errors import ControllerError
 from hybrid_proxy.controller.redact import redact
@@ -118,14 +118,15 @@ def run(args: argparse.Namespace) -> int:
         raise ControllerError(f"{told(error, path)}; or name another file") from error
     sizes = {name: len(content) for name, content in sorted(contents.items())}
     made = Bundle(str(path), size, sizes, missing, round(time.monotonic() - began, 1))
-    if args.output == "json":
-        print_value("json", made)
-    else:
-        amount = f"{size / 1e6:.1f} MB" if size >= 1e6 else f"{size / 1e3:.0f} kB"
-        say(f"{path}: {amount}, {len(sizes)} files, without tokens, keys and certificates.")
-        say("It has addresses and names of this cluster: look into it before you give it away.")
-        for name, why in missing.items():
-            remark(f"  not in it: {name}: {why}")
+    amount = f"{size / 1e6:.1f} MB" if size >= 1e6 else f"{size / 1e3:.0f} kB"
+    print_answer(
+        args,
+        made,
+        f"{path}: {amount}, {len(sizes)} files, without tokens, keys and certificates.",
+        "It has addresses and names of this cluster: look into it before you give it away.",
+    )
+    for name, why in missing.items() if args.output == "text" else ():
+        remark(f"  not in it: {name}: {why}")
     return 0
 
 

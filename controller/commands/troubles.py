@@ -288,14 +288,12 @@ def forwarding_off(names: Sequence[str]) -> tuple[str, str]:
 
 def nat_trouble(one: Taken) -> Trouble:
     """Judge NAT of another program for an address of a Service: whether it was before ours, its counter tells."""
-    mark: Mark = "warning" if one.rule.packets is None else "problem" if one.rule.packets else "ok"
     found = Trouble("NAT", "foreign-nat", f"NAT takes {one.address} ({one.service})", "NAT",
-                    [f"{one}; {so_far(one.rule)}"], mark=mark, todo=no_nat(one.rule))  # fmt: skip
-    return (
-        found
-        if mark == "problem"
-        else found._replace(reason="", label="note" if mark == "ok" else mark, verdict=Verdict.OK)
-    )
+                    [f"{one}; {so_far(one.rule)}"], todo=no_nat(one.rule))  # fmt: skip
+    if one.rule.packets:
+        return found
+    mark: Mark = "warning" if one.rule.packets is None else "ok"
+    return found._replace(reason="", label="note" if mark == "ok" else mark, mark=mark, verdict=Verdict.OK)
 
 
 def so_far(rule: Rule) -> str:
