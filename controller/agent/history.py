@@ -132,7 +132,7 @@ class History:
         """Remember what began or ended since the last call. `now` is what is so, each with its Service."""
         before, self._lasting[of] = self._lasting.get(of, now), now
         for word, those, others in ((ended, before, now), (began, now, before)):
-            for what in sorted(those.keys() - others):
+            for what in sorted(those.keys() - others)[:MOST_ROWS]:
                 self._of_kernel([f"{word}{what}"], worse=those is now, service=those[what], by=by)
 
     def _of_kernel(self, whats: list[str], *, worse: bool, service: str = "", by: str = "the kernel") -> None:

@@ -8,6 +8,7 @@ The agent watches `PassingRules` as long as it takes packets past them; `read_ru
 from __future__ import annotations
 
 import contextlib
+import re
 import struct
 import sys
 import time
@@ -39,6 +40,9 @@ _PASSING: Final = frozenset({"prerouting", "forward", "postrouting", "ingress", 
 _PATIENCE: Final = 20  # a long list of chains that changes all the time takes a twentieth of the time at most
 
 MOST_TABLES: Final = 32
+MOST_CHAINS: Final = 64
+_LEADS_TO: Final = re.compile(r"\b(?:jump|goto) (\S+)")
+_PROXIES: Final = ("HP-", "KUBE-")  # their rules that redirect name no address of a Service
 TABLES: Final = ("filter", "mangle", "raw", "security", "nat")  # iptables' own
 TOOL_SECONDS: Final = 3.0
 
@@ -56,7 +60,8 @@ _BY_PACKET: Final = frozenset({22, 23, 24, 25, 26})  # protocol, source port, de
 def read_rules(*, nat: bool = False) -> tuple[tuple[Rule, ...], str]:
     """Returns rules of other programs that drop or redirect packets, and why some could not be read.
 
-    `nat`: those alone that redirect packets, to save the time for the others.
+    `nat`: those alone that redirect packets, without the chains of modes and of kube-proxy: an agent asks for them, and
+    a node may have 100,000 of these.
     """
     rules: list[Rule] = []
     unknown = []
@@ -67,8 +72,9 @@ def read_rules(*, nat: bool = False) -> tuple[tuple[Rule, ...], str]:
         if not nat or (chain.type == "nat" and chain.hook != "postrouting")
     ]
     for table in list(dict.fromkeys(chain.table for chain in chains))[:MOST_TABLES]:
+        at, names = table.split(" ", 1), [chain.name for chain in chains if chain.table == table]
         try:  # one call for several tables fails where iptables-nft has made one of them (nft 1.0.6)
-            rules += of_nft(output("nft", "-t", "list", "table", *table.split(" ", 1), seconds=TOOL_SECONDS), chains)
+            rules += of_nft(_led_to(at, names) if nat else _listed("table", *at), chains)
         except OSError as error:
             unknown.append(f"table {table} cannot be read: {error}")
     legacy = Xtables("legacy")
@@ -79,6 +85,22 @@ def read_rules(*, nat: bool = False) -> tuple[tuple[Rule, ...], str]:
             except XtablesError as error:
                 unknown.append(f"legacy rules cannot be read: {error}")
     return tuple(rules), "; ".join(unknown)
+
+
+def _listed(*what: str) -> str:
+    return output("nft", "-t", "list", *what, seconds=TOOL_SECONDS)
+
+
+def _led_to(at: list[str], names: list[str]) -> str:
+    """Returns these chains of a table, and those that they lead to."""
+    texts: dict[str, str] = {}
+    todo = list(names)
+    while todo and len(texts) < MOST_CHAINS:
+        name = todo.pop(0)
+        with contextlib.nullcontext() if name in names else contextlib.suppress(OSError):  # a comment names anything
+            texts[name] = _listed("chain", *at, name)
+            todo += [to for to in _LEADS_TO.findall(texts[name]) if to not in texts and not to.startswith(_PROXIES)]
+    return "\n".join(texts.values())
 
 
 def _base_chains() -> list[BaseChain]:

@@ -91,6 +91,22 @@ def test_a_policy_of_iptables_has_a_counter() -> None:
 
 
 @pytest.mark.root
+def test_nat_is_found_by_way_of_jumps_and_not_in_chains_of_proxies() -> None:
+    """An agent looks for it again and again, and a proxy may have 100,000 chains."""
+    commands = [
+        "add table ip nat", "add chain ip nat PRE { type nat hook prerouting priority -100; }",
+        *(f"add chain ip nat {name}" for name in ("mine", "other", "KUBE-SVC-A", "apart")),
+        'add rule ip nat PRE tcp dport 80 jump mine comment "jump nowhere"', "add rule ip nat PRE jump KUBE-SVC-A",
+        "add rule ip nat mine goto other",
+        *(f"add rule ip nat {name} ip daddr 10.0.0.1 dnat to 10.0.0.2" for name in ("other", "KUBE-SVC-A", "apart")),
+    ]  # fmt: skip
+    with fresh():
+        subprocess.run(["nft", "-f", "-"], input="\n".join(commands), text=True, check=True)
+        rules, unknown = read_rules(nat=True)
+    assert ([(rule.chain, rule.hooks) for rule in rules], unknown) == ([("other", ("prerouting",))], "")
+
+
+@pytest.mark.root
 def test_rules_of_iptables_legacy_are_found() -> None:
     with fresh():
         for command in (["-P", "FORWARD", "ACCEPT"], ["-A", "FORWARD", "-j", "ACCEPT"]):
