@@ -216,12 +216,8 @@ def entries(
     resets = settings.reset_gone_backends if service.reset_gone is None else service.reset_gone
     zone = node.zone if node else ""
     result: list[Entry] = []
-    done: list[int] = []
     for cluster_ip in service.cluster_ips:
         family = family_of(cluster_ip)
-        if family in done:
-            continue  # the API allows one of each family
-        done.append(family)
         mine = [s for s in slices if s.family == family]
         plain = _all_plain(mine)
         weighs = bool(service.weights) or any(s.weight is not None for s in mine)

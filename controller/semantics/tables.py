@@ -236,7 +236,7 @@ class _Claims:
                 del self._owner[key]
 
     def _claim(self, name: str, entries: Entries, contested: set[Key]) -> bool:
-        """Claim all addresses and ports. True if nobody had any of these, and the service names each once."""
+        """Claim all addresses and ports, which a service names once. True if nobody had any of these."""
         owners, alone = self._owner, True
         for key, _ in _keys(entries):
             owner = owners.get(key)
@@ -244,9 +244,8 @@ class _Claims:
                 owners[key] = name
                 continue
             alone = False
-            if owner != name or key in self._rivals:
-                self._rivals.setdefault(key, {owner}).add(name)
-                contested.add(key)
+            self._rivals.setdefault(key, {owner}).add(name)
+            contested.add(key)
         return alone
 
     def _resolve(self, key: Key, cluster: Cluster) -> set[str]:
@@ -272,7 +271,6 @@ class _Claims:
     def _granted(self, name: str) -> Entries:
         """Returns the entries of a service without the frontends that others have, the same objects if none is lost."""
         wanted = self.wanted.get(name, ())
-        taken: set[Key] = set()
         losses: dict[str, str] = {}
         result: list[Entry] = []
         for entry in wanted:
@@ -282,11 +280,8 @@ class _Claims:
                 owner = self._owner[key]
                 if owner != name:
                     losses[f"{_claim_text(entry, frontend)} belongs to {owner}"] = owner
-                elif key in taken:
-                    losses[f"{_claim_text(entry, frontend)} is also another port of this service"] = owner
                 else:
                     kept.append(frontend)
-                    taken.add(key)
             if len(kept) == len(entry.frontends):
                 result.append(entry)
             elif kept:

@@ -131,15 +131,6 @@ def test_a_bystander_keeps_its_identity():
     assert set(builder.conflicts) == {"default/c"}
 
 
-def test_two_ports_of_one_service():
-    ports = (ServicePort("one", Protocol.TCP, 80), ServicePort("two", Protocol.TCP, 80))
-    builder = Builder(SETTINGS)
-    table = builder.build(cluster(service(ports=ports)), ())
-    assert [e.name for e in table.services["default/web"]] == ["default/web:one"]
-    (message,) = builder.conflicts["default/web"]
-    assert message == "ClusterIP 10.96.0.10:80 TCP of default/web:two is also another port of this service"
-
-
 def test_a_service_that_lost_everything_is_not_in_the_table():
     twin = service("twin", created=NEW)
     builder = Builder(SETTINGS)
