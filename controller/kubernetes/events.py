@@ -82,7 +82,7 @@ class Recorder:
         self._remember = remember
         self._clock = clock
         self._retry_seconds = retry_seconds
-        self._queue: queue.Queue[_Occurrence | None] = queue.Queue(QUEUE)  # None: it may be the end
+        self.queued: queue.Queue[_Occurrence | None] = queue.Queue(QUEUE)  # None: it may be the end
         self._recent: dict[tuple[str, ...], _Recent] = {}
         self._stop = threading.Event()
         self._dropping = False
@@ -96,12 +96,7 @@ class Recorder:
         """Write no more; returns at once."""
         self._stop.set()
         with contextlib.suppress(queue.Full):  # then the thread does not wait for events
-            self._queue.put_nowait(None)
-
-    @property
-    def waiting(self) -> int:
-        """Return how many events have not been tried yet."""
-        return self._queue.qsize()
+            self.queued.put_nowait(None)
 
     def event(
         self, kind: str, reason: str, action: str, note: str, *, of: str = "", once: bool = False, by: str = ""
@@ -118,7 +113,7 @@ class Recorder:
         if self._writer is None:
             return
         try:
-            self._queue.put_nowait(_Occurrence(service, kind, reason, action, redact(note), datetime.now(UTC), once))
+            self.queued.put_nowait(_Occurrence(service, kind, reason, action, redact(note), datetime.now(UTC), once))
         except queue.Full:
             if not self._dropping:
                 log.warning("events for the cluster are dropped until the API server takes the %d before them", QUEUE)
@@ -126,13 +121,13 @@ class Recorder:
 
     def _run(self, writer: Connection) -> None:
         while not self._stop.is_set():
-            if (occurrence := self._queue.get()) is None:
+            if (occurrence := self.queued.get()) is None:
                 continue
             try:
                 self._record(writer, occurrence)
             except Exception:  # an event must not stop those behind it
                 log.exception("an event could not be written")
-            self._dropping = self._dropping and self._queue.full()
+            self._dropping = self._dropping and self.queued.full()
 
     def _record(self, writer: Connection, occurrence: _Occurrence) -> None:
         now = self._clock()

@@ -65,11 +65,7 @@ def documents(content: bytes) -> Iterator[Document]:
         raise NotYamlError(f"not YAML: {error}") from None
 
 
-class _Merge:
-    """The key `<<`."""
-
-
-_MERGE: Final = _Merge()
+_MERGE: Final = object()  # the key `<<`
 _NO_KEY: Final = object()
 
 
@@ -192,7 +188,7 @@ class _Reader:
 
     def _key(self, value: object) -> object:
         """Returns a key as JSON has it: a text."""
-        if isinstance(value, str | _Merge):
+        if isinstance(value, str) or value is _MERGE:
             return value
         if isinstance(value, bool):
             return "true" if value else "false"

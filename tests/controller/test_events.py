@@ -142,7 +142,7 @@ def test_the_first_event_goes_out_when_the_connection_is_open(api, caplog):
     recorder = Recorder(connection, ME, retry_seconds=600)
     recorder.start()
     degraded(recorder)
-    until(lambda: not recorder.waiting, "the event is taken")
+    until(lambda: not recorder.queued.qsize(), "the event is taken")
     connection.open()
     until(api.events, "the event")
     assert "waits for the API server" not in caplog.text
@@ -188,7 +188,7 @@ def test_a_flood_without_a_server_neither_blocks_nor_grows(api, caplog):
         for number in range(20 * QUEUE):
             degraded(recorder, f"number {number}")
         assert time.monotonic() - start < 30
-        assert recorder.waiting <= QUEUE
+        assert recorder.queued.qsize() <= QUEUE
     assert caplog.text.count("are dropped") == 1
 
 
@@ -206,5 +206,5 @@ def test_without_an_api_server_nothing_is_kept(caplog):
     recorder.start()
     for _ in range(2 * QUEUE):
         degraded(recorder)
-    assert recorder.waiting == 0
+    assert recorder.queued.qsize() == 0
     assert caplog.text == ""
