@@ -13,13 +13,14 @@ from typing import Final
 
 from msgspec.structs import replace
 
-from hybrid_proxy.controller.agent.modes import clean_others, collect, hold_namespace, open_for_draining, open_mode
+from hybrid_proxy.controller.agent.modes import clean_others, collect, open_for_draining, open_mode
 from hybrid_proxy.controller.serving.memory import forget, memory_path, recall
 from hybrid_proxy.controller.serving.protocol import still_open
 from hybrid_proxy.controller.settings.config import Config, available_modes
 from hybrid_proxy.controller.text import printable
 from hybrid_proxy.dataplane.errors import DataplaneError, Unsupported
 from hybrid_proxy.dataplane.kernel import sysctl
+from hybrid_proxy.dataplane.kernel.lock import hold_netns
 from hybrid_proxy.dataplane.kernel.other_proxies import find_other_proxies, may_have_left
 from hybrid_proxy.dataplane.mode import Options
 from hybrid_proxy.dataplane.reports import FlowRow, several
@@ -41,7 +42,7 @@ def cleanup(config: Config, drain: float | None = None) -> int:
     """
     from hybrid_proxy.controller.serving.admin import socket_path
 
-    with hold_namespace():
+    with hold_netns("this network namespace"):
         seen = find_other_proxies("")
         another = bool(seen.kube_proxy or seen.kube_proxy_processes)
         if drain is None:

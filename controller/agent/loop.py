@@ -28,7 +28,7 @@ from hybrid_proxy.controller.agent.config_follower import ConfigFollower, Follow
 from hybrid_proxy.controller.agent.event_queue import EventQueue
 from hybrid_proxy.controller.agent.history import History
 from hybrid_proxy.controller.agent.maintenance import Maintenance
-from hybrid_proxy.controller.agent.modes import hold_namespace, open_mode
+from hybrid_proxy.controller.agent.modes import open_mode
 from hybrid_proxy.controller.agent.node_setup import prepare, set_oom_score
 from hybrid_proxy.controller.agent.notebook import Notebook
 from hybrid_proxy.controller.agent.other_proxies import OtherProxiesWatcher
@@ -63,6 +63,7 @@ from hybrid_proxy.controller.serving.protocol import (
 from hybrid_proxy.controller.settings.config import Config, available_modes, needs_reopening
 from hybrid_proxy.dataplane.errors import DataplaneError, Unsupported
 from hybrid_proxy.dataplane.kernel import conntrack, sysctl
+from hybrid_proxy.dataplane.kernel.lock import hold_netns
 from hybrid_proxy.dataplane.kernel.roles import Roles
 from hybrid_proxy.dataplane.netfilter import refuse_full_conntrack
 from hybrid_proxy.dataplane.reports import FORWARDING, several, start_lines
@@ -203,7 +204,7 @@ class Agent:
             self.config.settings.node_name, self.config.mode, self.source.describe(),
         )  # fmt: skip
         with contextlib.ExitStack() as stack:
-            stack.enter_context(hold_namespace())
+            stack.enter_context(hold_netns("this network namespace"))
             if (former := self.notebook.former) and killed_for_memory(former):
                 log.warning("%s", how_it_ended(self.notebook.path, former).text(time.time()))
             self._busy_with = f"it opens mode {self.config.mode}"

@@ -5,15 +5,12 @@ from __future__ import annotations
 import contextlib
 import importlib
 import logging
-from collections.abc import Callable, Collection, Iterator, Mapping
-from pathlib import Path
+from collections.abc import Callable, Collection, Mapping
 from typing import Final
 
 from hybrid_proxy.controller.serving.protocol import ModeStatus
-from hybrid_proxy.controller.settings.config import ADMIN_SOCKET, available_modes
+from hybrid_proxy.controller.settings.config import available_modes
 from hybrid_proxy.dataplane.errors import DataplaneError, Unsupported, told
-from hybrid_proxy.dataplane.kernel.host_paths import netns_number
-from hybrid_proxy.dataplane.kernel.lock import hold_netns, hold_new, let_go
 from hybrid_proxy.dataplane.kernel.other_proxies import may_have_left, others_have_pins
 from hybrid_proxy.dataplane.mode import Mode, Options, Programmer, RequestMaintenance
 from hybrid_proxy.dataplane.reports import several
@@ -32,26 +29,6 @@ FALLBACK: Final = {
     "ipvs": ("ipvs", "iptables", "nftables", "ebpf"),
     "userspace": ("userspace", "nftables", "iptables", "ebpf"),
 }
-
-
-@contextlib.contextmanager
-def hold_namespace() -> Iterator[None]:
-    """Be the only agent in this network namespace, whatever the modes are.
-
-    Raises:
-        Occupied: another process is that; says which.
-        Unsupported: the lock cannot be taken at all.
-    """
-    folder = Path(ADMIN_SOCKET).parent / f"netns-{netns_number()}"
-    with hold_netns("this network namespace"):  # also of an agent that has another /run
-        try:
-            descriptor = hold_new(folder, "this network namespace")  # also of one of an older version
-        except OSError as error:
-            raise Unsupported("one agent for each network namespace", told(error, folder)) from error
-        try:
-            yield
-        finally:
-            let_go(folder, descriptor)
 
 
 def open_mode(name: str) -> Mode:

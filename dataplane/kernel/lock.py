@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import fcntl
 import logging
@@ -74,32 +73,6 @@ def _listener() -> tuple[int, int]:
 
 def _occupied(what: str, holder: str) -> Occupied:
     return Occupied(f"{what} is in use by {holder}: stop that process first, one instance serves a node")
-
-
-def hold_new(folder: Path, what: str) -> int:
-    """Create a folder for the lock alone and lock it as `hold` does; end with `let_go`.
-
-    Raises:
-        Occupied: another process holds it.
-        OSError: it cannot be made.
-    """
-    while True:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        try:
-            descriptor = hold(folder, what)
-        except FileNotFoundError:
-            continue  # the former holder released it meanwhile
-        with contextlib.suppress(FileNotFoundError):
-            if folder.stat().st_ino == os.fstat(descriptor).st_ino:
-                return descriptor
-        os.close(descriptor)  # it was removed before we had the lock, and perhaps created again by a third process
-
-
-def let_go(folder: Path, descriptor: int) -> None:
-    """Remove the folder and then release its lock."""
-    with contextlib.suppress(OSError):
-        folder.rmdir()
-    os.close(descriptor)
 
 
 def _holder(inode: int) -> str:
