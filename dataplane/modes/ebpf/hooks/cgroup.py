@@ -26,7 +26,6 @@ SOCKET_HOOKS = {
     "getpeername4": 29, "getpeername6": 30,
 }  # fmt: skip
 SOCK_OPS = 3
-ALL_HOOKS = SOCKET_HOOKS | {"sockops_cb": SOCK_OPS}
 
 
 class SocketPrograms:
@@ -62,9 +61,6 @@ class SocketPrograms:
         self.cgroup, self.reason = cgroup, ""
 
     def _attach(self, programs: Object, cgroup: Path) -> None:
-        for name in ALL_HOOKS.keys() - SOCKET_HOOKS.keys():  # of a former version, for all cgroups
-            self._link(name, cgroup).remove()
-            del self._links[name]
         for name in SOCKET_HOOKS:
             self._run(name, programs.program(name), cgroup)
 
@@ -85,7 +81,7 @@ class SocketPrograms:
             self._links.pop(name).remove()
         if name not in self._links:
             path = self.folder / f"link_cgroup_{name}"
-            self._links[name] = Attachment(path, ALL_HOOKS[name], cgroup, name)
+            self._links[name] = Attachment(path, SOCKET_HOOKS[name], cgroup, name)
         return self._links[name]
 
     def damage(self, pins: Pins) -> Iterator[str]:
@@ -159,5 +155,5 @@ def numbers_of_cgroups(root: Path) -> dict[int, str]:
 def _programs_at(cgroup: Path, name: str) -> list[int]:
     """The programs at a hook of the cgroup; none where that cannot be read."""
     with contextlib.suppress(BpfError, OSError), opened_folder(cgroup) as target:
-        return programs_at(target, ALL_HOOKS[name])
+        return programs_at(target, SOCKET_HOOKS[name])
     return []
