@@ -66,7 +66,7 @@ from hybrid_proxy.dataplane.kernel import conntrack, sysctl
 from hybrid_proxy.dataplane.kernel.lock import hold_netns
 from hybrid_proxy.dataplane.kernel.roles import Roles
 from hybrid_proxy.dataplane.netfilter import refuse_full_conntrack
-from hybrid_proxy.dataplane.reports import FORWARDING, several, start_lines
+from hybrid_proxy.dataplane.reports import FORWARDING, several
 from hybrid_proxy.dataplane.timings import START
 
 if TYPE_CHECKING:
@@ -185,7 +185,6 @@ class Agent:
             self.mode, self.syncer, self.source, self.queue, self.follower, self.other_proxies, self.health, self.http,
             self.notebook, self.history, self._switch, self._check_switch,
         )  # fmt: skip
-        self._prints_timings = bool(flags.get("timings"))
         self._busy_with = ""  # the part of the start in which no query is answered
         self._announcements = Announcements(self.events)
         self._pods: dict[str, str] = {}  # facts of their links
@@ -356,7 +355,7 @@ class Agent:
         services = len(self.syncer.builder.table.services)
         self.history.serves(__version__ if at_start else "", self.mode.choice.effective, services)
         if at_start:
-            self._report_timings()
+            START.close()
             log.info("programmed %s, %.2f s after the start", several(services, "service"), self.syncer.ready_seconds)
         else:
             log.info("mode %s serves %s", self.mode.choice.effective, several(services, "service"))
@@ -366,11 +365,6 @@ class Agent:
             self.http.start()
             settle_down()
             self.follower.start(lambda found: self.queue.put(partial(self._config_changed, found)), self._stop)
-
-    def _report_timings(self) -> None:
-        START.close()
-        if self._prints_timings:
-            print(*start_lines(START.parts), f"{START.processor:.3f} s of a processor in all", sep="\n", flush=True)
 
     def _links_changed(self) -> None:
         self._read_addresses()

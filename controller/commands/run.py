@@ -47,7 +47,6 @@ def _run_arguments(parser: argparse.ArgumentParser) -> None:
     add_flag(group, "init-only")
     add_flags(parser, SOURCES, SERVICES, NODE, IPVS_MODE, SERVERS, MORE, LOG)
     add_removed_flags(parser)
-    parser.add_argument("--timings", action="store_true", help="print the parts of the start, as `status -o wide` does")
     add_output(parser)
 
 
