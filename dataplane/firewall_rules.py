@@ -12,11 +12,8 @@ from typing import Any, Final
 import msgspec
 
 from hybrid_proxy.dataplane.base_chains import BaseChain, is_foreign
-from hybrid_proxy.dataplane.saved_rules import target
+from hybrid_proxy.dataplane.saved_rules import BUILT_IN, QUOTED, target
 
-HOOKS: Final = frozenset({"PREROUTING", "INPUT", "FORWARD", "OUTPUT", "POSTROUTING"})  # iptables' own chains
-
-_QUOTED: Final = re.compile(r'"(?:[^"\\]|\\.)*"')
 _ENDS: Final = re.compile(r"(?:^|\s)(drop|reject|dnat|redirect)\b", re.IGNORECASE)
 _AWAY: Final = frozenset({"dnat", "redirect"})  # of these
 _WORD: Final = re.compile(r"[\w.:]+")
@@ -105,7 +102,7 @@ def of_iptables(text: str, family: str) -> tuple[Rule, ...]:
         if line.startswith("*"):
             table = f"{family} {line[1:]} (legacy)"
         elif found := _POLICY.match(line):
-            chain = chains[found[1]] = _Chain(table, found[1], found[1].lower() if found[1] in HOOKS else "")
+            chain = chains[found[1]] = _Chain(table, found[1], found[1].lower() if found[1] in BUILT_IN else "")
             if found[2] == "DROP":
                 chain.policy, chain.left = "policy DROP", int(found[3]) if found[3] else None
         elif (found := _SAVED.match(line)) and (to := target(found[3])):
@@ -146,7 +143,7 @@ def _covers(value: str, actual: str) -> bool:
 def _read_nft(chain: _Chain, line: str) -> None:
     everything = _ALL.fullmatch(line)
     chain.left = int(everything[1]) if everything else None
-    bare = _QUOTED.sub("", line).partition(" comment ")[0].partition("#")[0]
+    bare = QUOTED.sub("", line).partition(" comment ")[0].partition("#")[0]
     if end := _ENDS.search(bare):
         counter = _COUNTER.search(bare)
         chain.ends.append((_COUNTER.sub("counter", line), int(counter[1]) if counter else None, end[1] in _AWAY))

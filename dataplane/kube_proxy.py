@@ -21,7 +21,7 @@ from hybrid_proxy.dataplane.kernel.links import read_node
 from hybrid_proxy.dataplane.kernel.other_proxies import IPVS_DEVICE, tables_named
 from hybrid_proxy.dataplane.nftables.wire import remove_tables
 from hybrid_proxy.dataplane.reports import several
-from hybrid_proxy.dataplane.saved_rules import Removal, parse, removal, target
+from hybrid_proxy.dataplane.saved_rules import BUILT_IN, Removal, parse, removal, target
 from hybrid_proxy.dataplane.table import Protocol
 from hybrid_proxy.dataplane.virtual_servers import Change, Server, Verb
 
@@ -31,7 +31,6 @@ SETS: Final = "KUBE-"
 OUR_SETS: Final = "HPV-"  # of mode ipvs, whose addresses are on the same device
 # The kubelet's, which needs them or makes them again (pkg/kubelet/kubelet_network_linux.go).
 KUBELETS: Final = frozenset({"KUBE-FIREWALL", "KUBE-IPTABLES-HINT", "KUBE-KUBELET-CANARY", "KUBE-MARK-DROP"})
-_BUILT_IN: Final = frozenset({"PREROUTING", "INPUT", "FORWARD", "OUTPUT", "POSTROUTING"})
 _FAMILY: Final = {4: "ip", 6: "ip6"}
 
 
@@ -56,7 +55,7 @@ def rules_of(table: str, text: str) -> Rules:
     names = {name for name in saved if name.startswith("KUBE-")} - KUBELETS
     leads = [(name, rule, to) for name, rules in saved.items() for rule in rules if (to := target(rule)) in names]
     # What a built-in chain leads to is kube-proxy's own entrance, whoever wrote that rule.
-    needed = {to for name, _, to in leads if name not in names and name not in _BUILT_IN}
+    needed = {to for name, _, to in leads if name not in names and name not in BUILT_IN}
     kept: set[str] = set()
     while needed - kept:
         kept |= needed

@@ -8,7 +8,8 @@ from typing import Final, NamedTuple
 
 Saved = dict[str, list[str]]  # chain -> its rules, without `-A NAME`
 
-_QUOTED: Final = re.compile(r'"(?:[^"\\]|\\.)*"')
+BUILT_IN: Final = frozenset({"PREROUTING", "INPUT", "FORWARD", "OUTPUT", "POSTROUTING"})  # iptables' own chains
+QUOTED: Final = re.compile(r'"(?:[^"\\]|\\.)*"')
 _TARGET: Final = re.compile(r"(?:^|\s)-[jg] (\S+)")
 
 
@@ -26,7 +27,7 @@ def parse(text: str) -> Saved:
 
 def target(rule: str) -> str:
     """Returns the chain or target that a rule leads to; empty: none. Comments are ignored."""
-    found = _TARGET.search(_QUOTED.sub("", rule))
+    found = _TARGET.search(QUOTED.sub("", rule))
     return found[1] if found else ""
 
 
