@@ -7,7 +7,7 @@ import math
 from pathlib import Path
 from typing import Final
 
-from hybrid_proxy.controller.commands.command import Command, add_admin, add_config, add_folders, add_output, seconds
+from hybrid_proxy.controller.commands.command import Command, add_admin, add_config, add_folders, seconds
 from hybrid_proxy.controller.redact import redact
 from hybrid_proxy.controller.settings.config import from_flags
 from hybrid_proxy.controller.settings.documents import FILES, LOG, SERVERS, SERVICES, SOURCES
@@ -47,7 +47,6 @@ def _run_arguments(parser: argparse.ArgumentParser) -> None:
     add_flag(group, "init-only")
     add_flags(parser, SOURCES, SERVICES, NODE, IPVS_MODE, SERVERS, MORE, LOG)
     add_removed_flags(parser)
-    add_output(parser)
 
 
 def _run(args: argparse.Namespace) -> int:
@@ -97,7 +96,6 @@ def _cleanup_arguments(parser: argparse.ArgumentParser) -> None:
     add_folders(parser)
     add_admin(parser)
     add_flags(parser, LOG)
-    add_output(parser)
 
 
 def _cleanup(args: argparse.Namespace) -> int:
