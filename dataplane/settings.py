@@ -60,15 +60,10 @@ _NAMES: Final[dict[Any, str]] = {
 }  # fmt: skip
 
 
-class Group(NamedTuple):
-    """A section of `--help`."""
-
-    title: str
-
-
-NODE: Final = Group("how the node is programmed")
-IPVS_MODE: Final = Group("mode ipvs (kube-proxy's names and defaults)")
-MORE: Final = Group("more of kube-proxy's flags, for its manifests")
+# Sections of `--help`.
+NODE: Final = "how the node is programmed"
+IPVS_MODE: Final = "mode ipvs (kube-proxy's names and defaults)"
+MORE: Final = "more of kube-proxy's flags, for its manifests"
 
 
 class Setting(NamedTuple):
@@ -94,7 +89,7 @@ class Setting(NamedTuple):
     form: Form
     flag: str = ""
     effect: str = AT_ONCE
-    group: Group = MORE
+    group: str = MORE
     help: str = ""
     unused: str = ""
     harmless: tuple[Any, ...] = ()
@@ -110,7 +105,7 @@ class Section(msgspec.Struct, frozen=True, kw_only=True, rename="camel"):
 
 
 def define(
-    text: str, form: Form, flag: str = "", effect: str = AT_ONCE, group: Group = MORE, **more: Any
+    text: str, form: Form, flag: str = "", effect: str = AT_ONCE, group: str = MORE, **more: Any
 ) -> msgspec.Meta:
     """The annotation of a field that is a setting (`Setting`)."""
     return msgspec.Meta(extra={"setting": Setting(text, form, flag, effect, group, **more)})

@@ -40,7 +40,7 @@ examples:
 
 
 def _run_arguments(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group(FILES.title)
+    group = parser.add_argument_group(FILES)
     add_config(group)
     group.add_argument("--write-config-to", metavar="FILE", help="write the configuration in effect there, and exit")
     add_flag(group, "cleanup")

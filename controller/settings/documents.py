@@ -49,7 +49,6 @@ from hybrid_proxy.dataplane.settings import (
     REOPENS,
     RESTART,
     TEXT,
-    Group,
     Section,
     Setting,
     choice,
@@ -64,11 +63,11 @@ HYBRID: Final = "HybridProxyConfiguration"
 MODES: Final = ("ebpf", "nftables", "iptables", "ipvs", "userspace")  # best first
 KUBE_PROXYS_MODES: Final = ("iptables", "ipvs", "nftables")
 
-FILES: Final = Group("configuration files (docs/configuration.md)")
-SOURCES: Final = Group("where the objects come from (default: the cluster's API server)")
-SERVICES: Final = Group("what a Service means on this node (kube-proxy's names and defaults)")
-SERVERS: Final = Group("where the agent listens")
-LOG: Final = Group("log")
+FILES: Final = "configuration files (docs/configuration.md)"
+SOURCES: Final = "where the objects come from (default: the cluster's API server)"
+SERVICES: Final = "what a Service means on this node (kube-proxy's names and defaults)"
+SERVERS: Final = "where the agent listens"
+LOG: Final = "log"
 
 
 class Row(NamedTuple):

@@ -14,7 +14,7 @@ import msgspec
 
 from hybrid_proxy.controller.settings.documents import HYBRID, KUBE_PROXY, KUBE_PROXYS_MODES, MODES, Row, rows
 from hybrid_proxy.controller.settings.forms import items
-from hybrid_proxy.dataplane.settings import Form, Group, duration
+from hybrid_proxy.dataplane.settings import Form, duration
 
 T = TypeVar("T", bound=msgspec.Struct)
 
@@ -194,12 +194,12 @@ def shown(value: object) -> str:
 # ------------------------------------------------------------------------------------------------- flags
 
 
-def add_flags(parser: argparse.ArgumentParser, *groups: Group) -> None:
+def add_flags(parser: argparse.ArgumentParser, *groups: str) -> None:
     """Add the flags of these sections of `--help`."""
     for group in groups:
-        section = parser.add_argument_group(group.title)
+        section = parser.add_argument_group(group)
         for flag, row in _flags().items():
-            if row.setting.group is group:
+            if row.setting.group == group:
                 add_flag(section, flag)
 
 
