@@ -10,13 +10,13 @@ _REPR: Final = reprlib.Repr()  # shows a few items of a list, however long it is
 _REPR.maxstring = _REPR.maxlong = _REPR.maxother = 100
 
 
-def shown(value: object) -> str:
-    """A value for a message: short, on one line."""
+def shown(value: object, most: int = 80) -> str:
+    """A value for a message: quoted, on one line, with so many characters at most, whatever it is."""
     try:
-        text = _REPR.repr(value)
-    except ValueError:  # Python prints no number of more than 4,300 digits
+        text = repr(value) if isinstance(value, str) and len(value) <= most else _REPR.repr(value)
+    except (ValueError, RecursionError):  # Python prints no number of more than 4,300 digits
         text = "..."
-    return text if len(text) <= 80 else text[:77] + "..."
+    return text if len(text) <= most else text[: most - 3] + "..."
 
 
 def canonical_address(text: str) -> str:

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import argparse
 import re
-import reprlib
 from collections.abc import Mapping
 from difflib import get_close_matches
-from functools import cache
+from functools import cache, partial
 from typing import Any, Final, NamedTuple, TypeVar
 
 import msgspec
 
 from hybrid_proxy.controller.settings.documents import HYBRID, KUBE_PROXY, KUBE_PROXYS_MODES, MODES, Row, rows
 from hybrid_proxy.controller.settings.forms import items
+from hybrid_proxy.dataplane import addresses
 from hybrid_proxy.dataplane.settings import Form, duration
 
 T = TypeVar("T", bound=msgspec.Struct)
@@ -182,13 +182,7 @@ class Given:
         return cls(**values)
 
 
-def shown(value: object) -> str:
-    """A value for a message: quoted, short, on one line, whatever it is."""
-    try:
-        text = repr(value) if isinstance(value, str) and len(value) <= 200 else reprlib.repr(value)
-    except (ValueError, RecursionError):
-        text = "..."  # Python does not print numbers of more than 4,300 digits
-    return text if len(text) <= 240 else text[:237] + "..."
+shown = partial(addresses.shown, most=240)
 
 
 # ------------------------------------------------------------------------------------------------- flags
