@@ -52,7 +52,6 @@ table inet strict {
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", "row(number, words): the row of the behaviour tables that a test is about")
     config.pluginmanager.register(matrix.Matrix(config), "conformance-matrix")
     config.pluginmanager.register(switches.Switches(config), "switches")
     config.pluginmanager.register(kinds.Kinds(config), "kinds")
