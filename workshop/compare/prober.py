@@ -8,6 +8,7 @@ that backend was there. The answer has the backend's port. It runs alone and imp
 
 from __future__ import annotations
 
+import json
 import socket
 import sys
 import time
@@ -17,7 +18,7 @@ _REQUEST = b"GET / HTTP/1.1\r\nHost: compare\r\nConnection: close\r\n\r\n"
 
 def main() -> int:
     """Returns 1 if it did not answer in time."""
-    address, port, wanted = sys.argv[1], int(sys.argv[2]), f', {sys.argv[3]}], "received"'.encode()
+    address, port, wanted = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
     deadline = time.monotonic() + float(sys.argv[4])
     looking = False
     while time.monotonic() < deadline:
@@ -33,7 +34,7 @@ def main() -> int:
         if not looking and answer:
             looking = True
             print("looking", flush=True)
-        elif wanted in answer:
+        elif answer and json.loads(answer.partition(b"\r\n\r\n")[2])["local"][1] == wanted:
             print(connected, flush=True)
             return 0
         time.sleep(0.0003)
