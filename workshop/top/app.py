@@ -132,7 +132,7 @@ class Listing(DataTable[Text]):
 def _style(row: Any, title: str) -> str:
     """Returns the style of a cell that deserves attention."""
     match row:
-        case ServiceRates() if row.failing and title in ("service", "state"):
+        case ServiceRates() if row.failing and title in ("service", "conn/s", "state"):
             return "bold red"
         case ServiceRates() if title == "state" and row.state != "serving":
             return "yellow"
@@ -176,7 +176,7 @@ class Top(App[None]):
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("q", "quit", "quit"),
         Binding("ctrl+c", "quit", "quit", show=False, priority=True),
-        Binding("slash", "filter", "filter", key_display="/"),
+        Binding("slash", "filter", "filter", key_display="/", priority=True),  # before the next key is passed on
         Binding("escape", "forget_filter", "no filter", show=False),
         Binding("s", "sort", "sort"),
         Binding("r", "turn", "reverse"),
@@ -251,7 +251,7 @@ class Top(App[None]):
         self._choose()
 
     def _show_head(self, shown: Snapshot, wanted: int) -> None:
-        lines = list(cells.head(shown))
+        lines = cells.head(shown, max(1, self.size.width - 2))
         if self._wanted:
             lines.append(f"filter '{self._wanted}': {wanted:,} of {len(shown.services):,} service ports")
         elif len(shown.services) > MOST:
@@ -309,10 +309,14 @@ class Top(App[None]):
         keys = self.query_one("#keys", Static)
         keys.display = not keys.display
 
+    def check_action(self, action: str, parameters: tuple[object, ...]) -> bool:
+        """Has `/` belong to the filter while that is being typed."""
+        return action != "filter" or not isinstance(self.focused, Input)
+
     def action_filter(self) -> None:
         field = self.query_one("#filter", Input)
         field.display = True
-        self.screen.set_focus(field)  # at once: the next keys belong there
+        self.screen.set_focus(field)
 
     def action_forget_filter(self) -> None:
         self.query_one("#filter", Input).value = ""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from operator import attrgetter
+from textwrap import wrap
 from typing import Any, Final, NamedTuple
 
 from hybrid_proxy.controller.commands.packet_columns import VERDICTS
@@ -15,6 +16,7 @@ from hybrid_proxy.dataplane.reports import age
 from hybrid_proxy.workshop.top.rates import KINDS, BackendRates, MapRow, ReasonRow, ServiceRates, Snapshot
 
 UNKNOWN: Final = "-"
+WHOLE: Final = "\N{NO-BREAK SPACE}"  # within a part of the head
 UNITS: Final = ("", "k", "M", "G", "T")
 
 
@@ -164,34 +166,37 @@ def room(columns: Sequence[Column], rows: Sequence[AnyRow], width: int) -> int:
 
 def _sizes(columns: Sequence[Column], rows: Sequence[AnyRow]) -> dict[str, int]:
     """Returns the least width of each column."""
-    sizes = {}
-    for column in columns:
-        text = max((len(column.text(row)) for row in rows), default=0)
-        sizes[column.title] = PADDING + max(len(column.title) + ARROW, min(text, column.wrap or text))
-    return sizes
+    texts = {column: max((len(column.text(row)) for row in rows), default=0) for column in columns}
+    return {
+        column.title: PADDING + max(len(column.title) + ARROW, min(text, column.wrap or text))
+        for column, text in texts.items()
+    }
 
 
-def head(shown: Snapshot) -> Sequence[str]:
-    """Returns two lines about the node as a whole."""
+def head(shown: Snapshot, width: int) -> list[str]:
+    """Returns the lines about the node as a whole, which break between two parts only."""
+    parts = ["   ".join(part.replace(" ", WHOLE) for part in each) for each in (_about(shown), _totals(shown))]
+    lines = [line for each in parts for line in wrap(each, width, break_long_words=False, break_on_hyphens=False)]
+    return [line.replace(WHOLE, " ") for line in lines]
+
+
+def _about(shown: Snapshot) -> list[str]:
     status = shown.sample.status
     if status is None:
         first = f"mode {shown.sample.mode}, as last programmed" if shown.sample.mode else "nothing is programmed here"
-        word = Verdict.NOT_IN_SYNC.value[0] if shown.sample.trouble else "asking the agent ..."
-        return f"{first}   {word}", _totals(shown)
+        return [first, Verdict.NOT_IN_SYNC.value[0] if shown.sample.trouble else "asking the agent ..."]
     mode = status.mode
     asked = "" if mode.requested == mode.effective else f" ({mode.requested} was asked for)"
-    sync = verdict(status).value[0].replace("OK", "in sync")
-    drains = "".join(
-        f"   {left.mode} drains for {age(left.seconds)}: {described(left.flows)}" for left in status.draining
-    )
+    drains = [f"{left.mode} drains for {age(left.seconds)}: {described(left.flows)}" for left in status.draining]
     agent = f"agent up {age(status.uptime_seconds)}, {size(status.memory_bytes)}"
-    return f"node {status.node}   mode {mode.effective}{asked}{drains}   {sync}   {agent}", _totals(shown)
+    sync = verdict(status).value[0].replace("OK", "in sync")
+    return [f"node {status.node}", f"mode {mode.effective}{asked}", *drains, sync, agent]
 
 
-def _totals(shown: Snapshot) -> str:
+def _totals(shown: Snapshot) -> list[str]:
     parts = []
     if shown.counts and shown.all("connections") is None:
-        return "measuring: rates come with the next sample"
+        return ["measuring: rates come with the next sample"]
     if shown.counts or not shown.sample.services:
         parts += [f"conn/s {rate(shown.all('connections'))}", f"packets/s {rate(shown.all('packets'))}"]
         parts += [f"in {size(shown.all('request_bytes'))}/s", f"out {size(shown.all('reply_bytes'))}/s"]
@@ -201,7 +206,7 @@ def _totals(shown: Snapshot) -> str:
         parts += [f"failed/s {rate(failed)}"] if failed is not None else []
         flows = shown.sample.status.dataplane.fill.get("flows")
         parts += [f"flow entries {flows.used:,}/{flows.limit:,}"] if flows else []
-    return "  ".join(parts)
+    return parts
 
 
 def trouble(shown: Snapshot) -> list[str]:

@@ -217,7 +217,7 @@ def repeat_rows(counts: Mapping[tuple[Any, ...], int], names: Sequence[str]) -> 
 
 
 def flow_rows(
-    flow: Iterable[Sequence[Event]],
+    flow: Sequence[list[Event]],
     places: Places,
     names: Sequence[str],
     why: Mapping[int, str],
@@ -233,16 +233,14 @@ def flow_rows(
         place: names of functions that drop, by address.
     """
     rows: list[Row] = []
-    began: int | None = None
+    began = flow[0][0].ns if flow else 0
     for number, way in enumerate(flow, 1):
-        began = way[0].ns if began is None else began
-        before = way[0].ns
-        for event in way:
+        for before, event in zip(way[:1] + way[:-1], way, strict=True):
             at = event.netns or next((pod for pod, those in places.pods.items() if _addresses(event)[1] in those), 0)
             row: Row = {
                 "packet": number,
                 "us": (event.ns - began) / 1000,
-                "step_us": (event.ns - before) / 1000,
+                "step_us": (event.ns - before.ns) / 1000,
                 "direction": DIRECTIONS[event.way],
                 "point": LABELS[event.point],
                 "where": places.named(at, *_addresses(event)) or "another namespace",
@@ -257,7 +255,6 @@ def flow_rows(
                 row["reason"] = why.get(event.more >> 48, UNREPORTED)
                 row["function"] = place.get(event.more & 0xFFFFFFFFFFFF, "?")
             rows.append(row)
-            before = event.ns
     return rows
 
 

@@ -120,16 +120,27 @@ def test_the_head_shows_mode_and_totals() -> None:
     counters = status(drop_empty=0, reject=0)
     before = sample(0, service("ns/a:http", 0), status=counters)
     now = sample(1, service("ns/a:http", 5), status=counters)
-    first, second = cells.head(snapshot(before, before, now))
+    first, second = cells.head(snapshot(before, before, now), 240)
     assert first == "node n1   mode ebpf (auto was asked for)   in sync   agent up 3m12s, 45.0MB"
-    assert second.startswith("conn/s 5  packets/s 100  in 5.0kB/s  out 5.0kB/s  dropped/s 0  rejected/s 0  ")
+    assert second.startswith("conn/s 5   packets/s 100   in 5.0kB/s   out 5.0kB/s   dropped/s 0   rejected/s 0   ")
     assert second.endswith("  flow entries 12/524,288")
     assert cells.trouble(snapshot(before, before, now)) == []
 
 
+@pytest.mark.parametrize("width", [80, 100, 120])
+def test_the_head_breaks_between_two_parts_only(width: int) -> None:
+    before = sample(0, service("ns/a:http", 0), status=status(drop_empty=0, reject=0, backend_refused=0))
+    busy = status(drop_empty=1_234, reject=44_100, backend_refused=1_234)
+    now = sample(1, service("ns/a:http", 12_345), status=busy)
+    lines = cells.head(snapshot(before, before, now), width)
+    assert len(lines) <= 3
+    assert all(len(line) <= width for line in lines)
+    assert "   ".join(lines) == "   ".join(cells.head(snapshot(before, before, now), 240))
+
+
 def test_the_head_has_the_verdict_of_status() -> None:
     now = sample(0, status=agent_status(other_proxies=["kube-proxy is here"]))
-    assert "   DEGRADED   agent up" in cells.head(snapshot(now, now, now))[0]
+    assert "   DEGRADED   agent up" in cells.head(snapshot(now, now, now), 240)[0]
 
 
 def test_of_services_that_carry_as_much_those_that_fail_come_first() -> None:
@@ -141,7 +152,7 @@ def test_a_mode_that_drains_is_shown_beside_the_one_that_serves() -> None:
     now = sample(0, status=agent_status(draining=[DrainingMode("nftables", {"TCP": 12}, 192.0)]))
     assert (
         "mode ebpf (auto was asked for)   nftables drains for 3m12s: 12 TCP flows   in sync"
-        in cells.head(snapshot(now, now, now))[0]
+        in cells.head(snapshot(now, now, now), 240)[0]
     )
 
 
@@ -157,15 +168,15 @@ def test_trouble_is_shown_and_without_an_agent_only_that() -> None:
     (message,) = cells.trouble(snapshot(gone, gone, gone))
     assert message.startswith("agent 7 is gone since 10:33:44 UTC, 2m5s ago: SIGTERM; what is programmed serves on")
     empty = sample(0, status=None, mode="", trouble="no agent listens at /x")
-    assert cells.head(snapshot(empty, empty, empty))[0] == "nothing is programmed here   NOT IN SYNC"
-    assert cells.head(snapshot(gone, gone, gone))[0] == "mode ebpf, as last programmed   NOT IN SYNC"
+    assert cells.head(snapshot(empty, empty, empty), 240)[0] == "nothing is programmed here   NOT IN SYNC"
+    assert cells.head(snapshot(gone, gone, gone), 240)[0] == "mode ebpf, as last programmed   NOT IN SYNC"
 
 
 def test_until_the_agent_answers_it_shows_what_the_kernel_has() -> None:
     first = sample(0, service("ns/a", 1), status=None)
     shown = snapshot(first, first, first)
-    assert cells.head(shown)[0] == "mode ebpf, as last programmed   asking the agent ..."
-    assert cells.head(shown)[1] == "measuring: rates come with the next sample"
+    assert cells.head(shown, 240)[0] == "mode ebpf, as last programmed   asking the agent ..."
+    assert cells.head(shown, 240)[1] == "measuring: rates come with the next sample"
     assert cells.trouble(shown) == []
     assert [row.connections for row in shown.services] == [None]
 

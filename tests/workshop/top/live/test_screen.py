@@ -18,6 +18,7 @@ from concurrent.futures import Executor, ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from textual import events
 from textual.css.query import NoMatches
 from textual.pilot import Pilot
 from textual.widgets import Footer, Static, TabbedContent
@@ -149,6 +150,10 @@ def test_keys_sort_turn_and_filter(lab: Lab, agent: Agent) -> None:
         await until(lambda: {row[0] for row in lines(screen, "services")} == {"default/dns:dns-tcp"}, "no filter")
         assert "filter 'dns tcp': 2 of 10" in text(screen, "head")
         await pilot.press("slash", "escape")
+        for key, character in (("slash", "/"), ("w", "w"), ("e", "e"), ("b", "b"), ("slash", "/")):  # in one burst
+            screen.post_message(events.Key(key, character))
+        await until(lambda: "filter 'web/': 0 of 10" in text(screen, "head"), f"keys are lost: {text(screen, 'head')}")
+        await pilot.press("escape")
         await until(lambda: len(lines(screen, "services")) == 10, "the filter was not forgotten")
 
     drive(lab, agent, keys)
@@ -166,6 +171,12 @@ def test_nothing_is_cut_on_a_narrow_screen(lab: Lab, agent: Agent, width: int) -
         assert {"service", "conn/s▼", "state", "frontends"} <= {*titles(screen, "services")}
         empty = next(row for row in lines(screen, "services") if row[0] == "default/empty:http")
         assert "no backends: rejects" in empty
+        table = screen.query_one("#services", Listing)
+        marked = next(row for row in map(table.get_row, table.rows) if str(row[0]) == "default/empty:http")
+        assert [cell.style for cell in marked[:2]] == ["bold red"] * 2
+        head = text(screen, "head").splitlines()
+        assert len(head) <= 3
+        assert all(len(line) <= width - 2 for line in head)
         footer = screen.query_one(Footer)
         assert footer.virtual_size.width <= width
         shown = []
