@@ -153,6 +153,12 @@ def test_overlays_of_ones_own_are_outside_of_the_tree(tmp_path: Path) -> None:
     first = rollback["spec"]["template"]["spec"]["initContainers"][0]
     assert (first["name"], first["env"][0]["value"]) == ("kube-proxy-serves", "127.0.0.1:9249")
     (tmp_path / "site/kubeadm/kustomization.yaml").write_text(example)
+    kept = "patches:\n  - {target: {kind: DaemonSet}, path: secrets.yaml}\n"
+    (tmp_path / "site/image/secrets.yaml").write_text(
+        "- {op: add, path: /spec/template/spec/imagePullSecrets, value: [{name: registry}]}\n"
+    )
+    with (tmp_path / "site/image/kustomization.yaml").open("a") as file:
+        file.write(kept)
     subprocess.run(["sh", "-euc", block], cwd=tmp_path / "hybrid-proxy", check=True)  # a second time
     assert (tmp_path / "site/kubeadm/kustomization.yaml").read_text() == example
     (tmp_path / "hybrid-proxy").rename(
@@ -163,6 +169,8 @@ def test_overlays_of_ones_own_are_outside_of_the_tree(tmp_path: Path) -> None:
         tagged, cwd=tmp_path / "hybrid_proxy-0.2.0", capture_output=True, text=True, check=True
     ).stdout
     assert set(re.findall(r"\.\./([^/]*)/deploy", said)) == {"hybrid_proxy-0.2.0"}
+    assert not list((tmp_path / "site").glob("*/*.old"))
+    assert kept in (tmp_path / "site/image/kustomization.yaml").read_text()
     overlay = tmp_path / "site/kubeadm/kustomization.yaml"
     assert overlay.read_text() == example.replace("/hybrid-proxy/deploy/", "/hybrid_proxy-0.2.0/deploy/")
     images = re.findall(r"\bimage: (.*)", kustomized(tmp_path / "site/rollback"))

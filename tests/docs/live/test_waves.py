@@ -314,7 +314,9 @@ def test_wave_after_wave_with_an_abort(way: Callable[[str], str], tmp_path: Path
         assert len(walk.pods("hybrid-proxy")) == sum(list(WAVES.values())[:wave]) - (wave >= 4)  # Windows
         assert not walk.failing(set())
         walk.type("takeover", change=way)
-    for wave in reversed(WAVES):
+    walk.shell("kubectl label node worker3 hybrid-proxy.io/wave-")  # as one that joined later
+    walk.type("late")
+    for wave in (*reversed(WAVES), 0):
         walk.type("rollback", wave, way)
     assert not walk.labelled("rollback", "yes")
     walk.type("back", change=way)

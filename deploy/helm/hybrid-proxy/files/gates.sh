@@ -16,8 +16,12 @@ folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
 export METRICS LOGIN folder
 
-kubectl get nodes -l "$label,kubernetes.io/os=linux,hybrid-proxy.io/kube-proxy!=yes" -o name | sed 's#.*/##' >"$folder/nodes"
-[ -s "$folder/nodes" ] || { echo "gates: no node has an agent and the label $label" >&2; exit 1; }
+ready='{.status.conditions[?(@.type=="Ready")].status}'
+kubectl get nodes -l "$label,kubernetes.io/os=linux,hybrid-proxy.io/kube-proxy!=yes" \
+    -o "jsonpath={range .items[*]}{.metadata.name} $ready{'\n'}{end}" >"$folder/all"
+awk '$2 == "True" { print $1 }' "$folder/all" >"$folder/nodes"
+awk '$2 != "True" { print "gates: " $1 " is left out, because it is not Ready" }' "$folder/all" >&2
+[ -s "$folder/nodes" ] || { echo "gates: no Ready node has an agent and the label $label" >&2; exit 1; }
 
 cat >"$folder/ask" <<'ASK'
 import sys, urllib.request
