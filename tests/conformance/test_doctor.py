@@ -1754,10 +1754,32 @@ def test_what_hits_two_backends_comes_before_what_hits_one(clinic: Clinic) -> No
 
 
 def test_a_client_outside_is_not_let_in_at_node_ports_that_no_endpoint_here_serves(clinic: Clinic) -> None:
-    clinic.put("remote1", type="NodePort", externalTrafficPolicy="Local")
-    codes = [clinic.doctor(*asked)[0] for asked in (FROM_OUTSIDE, (NAME,))]
+    clinic.put("remote1", **LOCAL)
+    found = [clinic.doctor(*asked) for asked in (FROM_OUTSIDE, (NAME,))]
     clinic.put(*PODS)
-    assert codes == [1, 0]
+    assert [code for code, _ in found] == [1, 0]
+    for _, each in found:
+        dropped = re.search("drops packets of clients outside to (.+) at this node", each.verdict)
+        assert dropped, each
+        assert {*dropped[1].split(", ")} == {BALANCER, f"node port {NODE_PORT}"}
+        assert "node port" not in {one.subject for one in each.findings}, each
+
+
+@only_in("nftables")
+def test_a_rule_that_redirects_is_one_row(clinic: Clinic) -> None:
+    """The node and the service are asked about it."""
+    recovered(clinic)
+    with clinic.rules("node", REDIRECTING):
+        *_, (_, found) = (clinic.doctor(NAME) for _ in range(3))  # it has counted more than the last one's packets
+    rows = [re.findall(r"in chain (\w+) of", each.text) for each in found.findings if each.cause == "foreign-nat"]
+    assert sorted(rows) == [["output"], ["prerouting"]], found
+
+
+@only_in("ebpf")
+def test_what_explain_says_is_of_a_client_that_is_no_backend(clinic: Clinic) -> None:
+    clinic.put(*PODS)
+    (row,) = (each for each in clinic.doctor(NAME)[1].findings if each.subject == "explain --live")
+    assert row.text.startswith(f"from {clinic.lab['pod4'].address4}: dnat: "), row
 
 
 def test_clients_that_affinity_keeps_with_a_bad_backend_are_named(clinic: Clinic, mode: str) -> None:

@@ -1026,11 +1026,58 @@ def test_a_mode_that_cannot_see_failures_is_not_said_to_have_none(mode: str, mar
     assert ("does not see" in found.text) == (mark == "unknown")
 
 
-@pytest.mark.parametrize(("at", "mark"), [(("10.0.9.9",), "ok"), (("fd00::9",), "warning")])
-def test_where_a_node_port_is_served_is_told(at: tuple[str, ...], mark: str) -> None:
+@pytest.mark.parametrize(
+    ("at", "local", "marks"),
+    [(("10.0.9.9",), True, ["ok"]), (("10.0.9.9",), False, []), (("fd00::9",), True, ["warning"])],
+    ids=["served", "dropped by a policy", "at no address"],
+)  # fmt: skip
+def test_where_a_node_port_is_served_is_told(at: tuple[str, ...], local: bool, marks: list[str]) -> None:
     node = msgspec.structs.replace(WELL, agent=agent_status())
-    _, _, findings = service(facts(*GOOD, ports=(port(A, B, external=True),), table=told(node_ports_at=at)), node)
-    assert [each.mark for each in findings if each.subject == "node port"] == [mark]
+    one = port(A, B, external=True)
+    ports = (msgspec.structs.replace(one, backend_sets=one.backend_sets[:1] * 2) if local else one,)
+    _, _, findings = service(facts(*GOOD, ports=ports, table=told(node_ports_at=at)), node)
+    assert [each.mark for each in findings if each.subject == "node port"] == marks
+
+
+def test_all_that_a_policy_drops_is_named_and_not_said_to_be_well() -> None:
+    one = port(A, B, external=True, ranges=("0.0.0.0/0",))
+    frontends = tuple(msgspec.structs.replace(each, external=1) for each in one.frontends)
+    found = facts(*GOOD, ports=(msgspec.structs.replace(one, frontends=frontends),))
+    said = "externalTrafficPolicy Local drops packets of clients outside to 198.51.100.7, node port 30080 at this node"
+    verdict = diagnose("shop/web", service(found)[2], found.tried)
+    assert (verdict.well, verdict.verdict) == (True, f"{said}: no endpoint on this node")
+    assert in_short(found, WELL).text == f"shop/web: {said}: no endpoint on this node"
+
+
+@pytest.mark.parametrize(
+    ("source", "others", "resent", "mode", "said"),
+    [
+        ("10.0.0.1", "silent", 0, "nftables", ", but 10.0.0.1 by way of its own pod alone"),
+        ("10.0.0.1", "silent", 0, "userspace", ""),
+        ("10.0.0.1", "answered", 0, "nftables", ""),
+        ("10.0.0.9", "silent", 0, "nftables", ""),
+        ("10.0.0.1", "answered", 1, "nftables", ", but 10.0.0.1 after a retry"),
+    ],
+)
+def test_how_the_service_answered_a_pod_is_told(
+    source: str, others: Outcome, resent: int, mode: str, said: str
+) -> None:
+    """A backend that is the client reaches itself, whatever drops packets between pods."""
+    through = [msgspec.structs.replace(each, resent=resent, seconds=1.02) for each in by(source, *tried(VIP))]
+    found = facts(
+        tried(A, pod=None), tried(B, pod=None), tried(VIP, pod=None), by(source, *tried(B, pod=others)), through
+    )
+    node = msgspec.structs.replace(WELL, programmed={mode: 1})
+    (told_of,) = (each for each in service(found, node)[2] if each.subject == "service address")
+    assert told_of.mark == ("warning" if said else "ok")
+    assert told_of.text == f"{VIP} answers, from the node and from pod {source}{said}"
+
+
+def test_of_a_namespace_services_that_have_endpoints_come_first() -> None:
+    empty = Finding("problem", "service", "shop/empty: no endpoint is ready", cause="no-endpoint")
+    sick = Finding("problem", "service", "shop/dns: 1 of 1 backend is silent", cause="backend-silent")
+    assert diagnose("namespace shop", [empty, sick]).cause == "backend-silent"
+    assert diagnose("shop/dns", [empty, sick]).cause == "no-endpoint"
 
 
 @pytest.mark.parametrize("others", [tried(B), tried(B, "silent", "silent")])
@@ -1181,8 +1228,13 @@ def test_what_kube_proxy_left_is_called_so() -> None:
     left = Rule("ip nat", "KUBE-SVC-X", ("prerouting",), "ip daddr 10.96.0.9 dnat to 10.0.0.1", 9, away=True)
     node = msgspec.structs.replace(WELL, taken=(Taken("shop/web", "10.96.0.9", left),))
     counted = {msgspec.structs.replace(left, packets=None): 3}
-    for findings in (node_findings(node), service_findings(facts(*GOOD, counted=counted), node)):
+    for findings, packets in (
+        (node_findings(node), 9),
+        (service_findings(facts(*GOOD, counted=counted), node), 12),
+        (service_findings(facts(*GOOD), node), 9),
+    ):
         found = next(each for each in findings if each.cause == "foreign-nat")
+        assert found.text.endswith(f"; {packets} packets so far")
         assert found.text.startswith("kube-proxy's NAT")
         assert "`hybrid-proxy takeover`" in found.todo
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from shlex import quote
 from statistics import median
 from typing import Final
@@ -108,6 +108,8 @@ def diagnose(target: str, findings: Sequence[Finding], tried: Sequence[Tried] = 
     problems, warnings = _ordered(findings, "problem"), _ordered(findings, "warning")
     if target == "node":
         problems.sort(key=lambda f: (f.cause in OF_SOME, f.cause != "no-agent"))
+    elif target.startswith("namespace "):
+        problems.sort(key=lambda f: f.cause == "no-endpoint")  # of some Services that is chronic
     limits = [f for f in findings if f.cause == "restricted"]
     chosen = next(iter(problems or warnings or limits), None)
     unseen = [f for f in findings if f.mark == "unknown" and (f.subject == "backends" or f.cause == "untried")]
@@ -134,19 +136,17 @@ def _ordered(findings: Sequence[Finding], mark: Mark) -> list[Finding]:
 
 
 def _verdict(target: str, problems: list[Finding], warnings: list[Finding], tried: Sequence[Tried]) -> str:
-    if problems or (warnings and (target == "node" or not tried)):
+    unserved = bool(warnings) and warnings[0].cause == "no-local-endpoint"  # some clients, so it is not well
+    if problems or unserved or (warnings and (target == "node" or not tried)):
         first, *rest = problems or warnings
         return first.text + f" (and {several(len(rest), f'other {first.mark}')})" * bool(rest)
-    asked = [each for each in tried if each.outcome in ANSWERED]
+    asked = [each.outcome for each in tried if each.outcome in ANSWERED]
     well = "the node is well" if target == "node" else f"{target} is well"
-    if asked:
-        answered = sum(each.outcome == "answered" for each in asked)
+    if answered := asked.count("answered"):
         others = ", and the others accepted" if answered < len(asked) else ""
-        well += (
-            f": {answered} of {several(len(asked), 'connection was', 'connections were')} answered{others}"
-            if answered
-            else ": connections are accepted"
-        )
+        well += f": {answered} of {several(len(asked), 'connection was', 'connections were')} answered{others}"
+    elif asked:
+        well += ": connections are accepted"
     return f"{well}, but {warnings[0].text}" if warnings else well
 
 
@@ -275,7 +275,7 @@ def _away(node: NodeFacts, facts: ServiceFacts | None = None) -> Iterator[Findin
             if not belongs(facts.name, one.service):
                 continue
             own = msgspec.structs.replace(one.rule, packets=None)
-            packets = facts.counted.get(own, one.rule.packets and 0)
+            packets = one.rule.packets if one.rule.packets is None else one.rule.packets + facts.counted.get(own, 0)
             one = msgspec.structs.replace(one, rule=msgspec.structs.replace(own, packets=packets))  # noqa: PLW2901
         found = nat_trouble(one)
         yield Finding(
@@ -373,7 +373,7 @@ def service_findings(facts: ServiceFacts, node: NodeFacts) -> Iterator[Finding]:
         yield from _history(facts, node)
         return
     yield from _remembered(_table(facts), node)
-    yield from _restrictions(facts, node)
+    yield from _remembered(_restrictions(facts, node), node)
     yield from _kernel(facts, node)
     yield from _links(facts)
     yield from _away(node, facts)
@@ -424,7 +424,8 @@ def in_short(facts: ServiceFacts, node: NodeFacts) -> Finding:
     # Without "(and 1 other problem)": the verdict on all services counts them.
     worst = _ordered(findings, mark)[0]
     about = f"{facts.asked}: "
-    text = found.verdict if found.well and facts.tried else about + worst.text.removeprefix(about)
+    is_well = found.verdict.startswith(f"{facts.asked} is well")
+    text = found.verdict if is_well else about + worst.text.removeprefix(about)
     return Finding(mark, "service", text, worst.todo, found.cause, found.certain)
 
 
@@ -544,10 +545,9 @@ def _table(facts: ServiceFacts) -> Iterator[Finding]:
         todo = "add the client's range to the Service, or connect from one of these"
         mark: Mark = "problem" if not served else "warning" if facts.stranger else "ok"
         yield Finding(mark, "table", text, todo, "restricted" if mark == "ok" else "source-not-allowed")
-    away = {each.why: each for each in facts.verdicts if each.verdict == "drop" and each not in closed}
-    for verdict in away.values():
-        family = next(port.family for port in facts.ports if port.name == verdict.service)
-        yield Finding("problem", "table", *_policy(verdict.why, facts, family, "it"), "no-local-endpoint")
+    if facts.packet and not closed and facts.verdicts and facts.verdicts[0].verdict == "drop":
+        text, todo = _policy(facts.verdicts[0].why, facts, [family_of(facts.packet.dst)], "it")
+        yield Finding("problem", "table", text, todo, "no-local-endpoint")
     merged = dict[tuple[str, str], Finding]()
     for port in sorted(facts.ports, key=lambda port: port.family):
         for each in _sets(port, facts):
@@ -569,7 +569,7 @@ def _sets(port: TablePort, facts: ServiceFacts) -> Iterator[Finding]:
         what = f"0 of {count} ready: {some(unready)}: " if unready else "no endpoint is ready: "
         text = f"{what * (not why.startswith(NO_PORT))}{why} ({port.name}, IPv{port.family})"
         if any(each.when_empty is WhenEmpty.DROP for each in port.backend_sets):
-            text, todo = _policy(why, facts, port.family, f"packets to {port.name}")
+            text, todo = _policy(why, facts, [port.family], f"packets to {port.name}")
             yield Finding("problem", "table", text, todo, "no-local-endpoint")
         else:
             yield Finding("problem", "table", text, _selected(facts), "no-endpoint")  # who asks cannot use it
@@ -580,22 +580,12 @@ def _sets(port: TablePort, facts: ServiceFacts) -> Iterator[Finding]:
     text = f"{port.name}, IPv{port.family}: {several(len(ends), 'backend')} ({why}{more})"
     most = len(unready) > len(ends)
     yield Finding("warning", "table", text, _selected(facts), "no-endpoint") if most else Finding("ok", "table", text)
-    if facts.packet is None and all(verdict.verdict != "drop" for verdict in facts.verdicts):
-        for each in port.frontends:
-            inside = each.kind is Kind.CLUSTER_IP
-            local = port.backend_sets[each.internal if inside else each.external]
-            if not local.backends and local.when_empty is WhenEmpty.DROP:
-                whose = f"packets of clients {'of this node' if inside else 'outside'} to its {each.kind.value}"
-                text, todo = _policy(local.why, facts, port.family, whose)
-                mark: Mark = "problem" if inside or facts.stranger else "warning"
-                yield Finding(mark, "table", text, todo, "no-local-endpoint")
-                break
 
 
-def _policy(why: str, facts: ServiceFacts, family: int, what: str) -> tuple[str, str]:
+def _policy(why: str, facts: ServiceFacts, families: Container[int], what: str) -> tuple[str, str]:
     """Words about a traffic policy that leaves this node without a backend, and what to do."""
     policy, _, rest = why.partition(": ")
-    away = [f"{address} on {node}" for address, node in facts.table.elsewhere.items() if family_of(address) == family]
+    away = [f"{address} on {node}" for address, node in facts.table.elsewhere.items() if family_of(address) in families]
     spec = ",".join(f'"{word}":"Cluster"' for word in policy.split() if word.endswith("Policy"))
     namespace, _, name = (facts.name or "").partition(":")[0].partition("/")
     change = f"`kubectl -n {namespace} patch service {name} -p '{{\"spec\":{{{spec}}}}}'`"
@@ -615,7 +605,7 @@ def _selected(facts: ServiceFacts) -> str:
 
 def _restrictions(facts: ServiceFacts, node: NodeFacts) -> Iterator[Finding]:
     """Who may use the service, and where: as it is meant, but a client elsewhere sees an outage."""
-    texts = []
+    texts, dropped = [], dict[tuple[str, str], list[tuple[str, int]]]()
     for port in facts.ports:
         for each in port.frontends:
             place = f"node port {each.port}" if each.address is None else each.address
@@ -623,15 +613,24 @@ def _restrictions(facts: ServiceFacts, node: NodeFacts) -> Iterator[Finding]:
                 texts.append(f"{place} admits {some(each.source_ranges)} alone (loadBalancerSourceRanges)")
             inside = each.kind is Kind.CLUSTER_IP
             chosen = port.backend_sets[each.internal if inside else each.external]
-            if chosen.backends and chosen.when_empty is WhenEmpty.DROP:
-                who = "clients of this node" if inside else "clients outside"
+            who = "clients of this node" if inside else "clients outside"
+            if chosen.when_empty is WhenEmpty.DROP and chosen.backends:
                 count = f"{len(chosen.backends)} of {several(len(_ends(port)), 'backend')}"
                 texts.append(f"{who} reach {count} ({chosen.why})")
+            elif chosen.when_empty is WhenEmpty.DROP and _ends(port):
+                dropped.setdefault((who, chosen.why), []).append((place, port.family))
             if each.address is None and node.agent is not None and not node.agent.starting:
                 at = [one for one in facts.table.node_ports_at if family_of(one) == port.family]
                 text = f"{place} is served nowhere: nodePortAddresses match no IPv{port.family} address of this node"
                 nowhere = Finding("warning", "node port", text, "correct nodePortAddresses", "node-faults")
-                yield Finding("ok", "node port", f"{each.port} is served at {some(at)}") if at else nowhere
+                if not at or (who, chosen.why) not in dropped:
+                    yield Finding("ok", "node port", f"{each.port} is served at {some(at)}") if at else nowhere
+    asked_from = facts.stranger or any(each.rule == "no-backend" for each in facts.verdicts)
+    for (who, why), those in dropped.items() if facts.packet is None else ():
+        mark: Mark = "warning" if who == "clients outside" and not asked_from else "problem"
+        what = f"packets of {who} to {', '.join(dict.fromkeys(place for place, _ in those))}"
+        text, todo = _policy(why, facts, [family for _, family in those], what)
+        yield Finding(mark, "table", text, todo, "no-local-endpoint")
     for text in dict.fromkeys(texts):
         yield Finding("ok", "restrictions", text, cause="restricted")
     for service, messages in node.agent.conflicts.items() if node.agent else ():
@@ -715,7 +714,7 @@ def _kernel(facts: ServiceFacts, node: NodeFacts) -> Iterator[Finding]:
             todo = f"`hybrid-proxy explain --live -v --from {facts.stranger} --to {to}` shows each step"
             yield Finding("problem", "explain --live", text, todo, "service-path")
         else:
-            yield Finding("ok", "explain --live", f"{facts.live.verdict}: {steps}")
+            yield Finding("ok", "explain --live", f"from {facts.live.name}: {facts.live.verdict}: {steps}")
 
 
 def _programmed(facts: ServiceFacts, ejected: set[tuple[str, str]]) -> Finding:
@@ -835,7 +834,14 @@ def _connections(facts: ServiceFacts, node: NodeFacts) -> Iterator[Finding]:
     elif served:
         many = len({each.end for each in through}) > 1
         words = f"{_targets(through)} {_good_words(through, many=many)}, {_places(through)}"
-        yield Finding("ok", "service address", words)
+        how = {each.source: "after a retry" for each in through if each.resent and each.seconds >= 1}  # a SYN
+        direct_of = [each for each in made if each.via == "backend"]
+        cut = {each.source for each in direct_of} - {each.source for each in direct_of if is_good(each)}
+        alone = cut & {_host(each) for each in direct_of} if not _relays(node) else set[str]()
+        how |= {each.source: "by way of its own pod alone" for each in through if each.source in alone}
+        but = "".join(f", but {source} {way}" for source, way in how.items())
+        todo = f"`hybrid-proxy trace {_packets(through[-1])}` follows a connection of this client"
+        yield Finding("warning" if how else "ok", "service address", words + but, todo, "service-path" if how else "")
 
 
 def places(port: TablePort, node_ports_at: Sequence[str]) -> list[tuple[str, int]]:
@@ -850,17 +856,21 @@ def _on_its_way(facts: ServiceFacts, node: NodeFacts) -> list[Rule]:
 
     Those to a service meet the first hooks, unless programs translate them before; those to a backend meet others.
     """
-    relayed = bool(node.programmed) and WITHOUT_FORWARD.issuperset(node.programmed)
     own = [rule for rule in facts.rules if not rule.away and not rule.pod]
     met = dict[Rule, None]()
     for port in facts.ports:
         fronts = [(facts.packet.dst, facts.packet.port)] if facts.packet else places(port, facts.table.node_ports_at)
         ends = [(end, BEFORE) for end in fronts if node.programmed.keys() != {"ebpf"}]
-        ends += [((end.address, end.port), FORWARDED) for end in reached(facts, port) if not relayed]
+        ends += [((end.address, end.port), FORWARDED) for end in reached(facts, port) if not _relays(node)]
         for end, hooks in ends:
             one = Tried("node", facts.stranger, "backend", socket_text(*end), port.protocol, "failed")
             met |= {rule: None for rule in own if hooks & {*rule.hooks} and _is_about(rule, one, facts)}
     return list(met)
+
+
+def _relays(node: NodeFacts) -> bool:
+    """Return whether what comes to a service is not forwarded: the node itself is the client of its backends."""
+    return bool(node.programmed) and WITHOUT_FORWARD.issuperset(node.programmed)
 
 
 def _known(facts: ServiceFacts, node: NodeFacts) -> set[tuple[str, str]]:
@@ -913,7 +923,7 @@ def _is_sure(failing: Sequence[Tried], facts: ServiceFacts) -> bool:
 
 def _rules_at(facts: ServiceFacts, node: NodeFacts, failed: Sequence[Tried], rules: Iterable[Rule]) -> list[Rule]:
     """Return those of the rules that all of these connections, or their answers, may have met: FORWARD's first."""
-    relayed = bool(node.programmed) and WITHOUT_FORWARD.issuperset(node.programmed)
+    relayed = _relays(node)
     hooks = [
         OWN if each.place == "node" or _host(each) in facts.own or (each.via == "service" and relayed) else FORWARDED
         for each in failed
@@ -1035,7 +1045,7 @@ def _on_the_way(
     seen = f"connections {_from(failed)} to {_targets(failed)} fail"
     seen += f", those from {'the node' if forwarded else 'a pod'} do not" * lost
     # In other modes a connection that succeeded says nothing of the next one, which may be to another backend.
-    harmless = served and bool(node.programmed) and WITHOUT_FORWARD.issuperset(node.programmed)
+    harmless = served and _relays(node)
     mark: Mark = "warning" if harmless else "problem"
     seen += "; the service is served all the same, because this mode does not forward its packets" * harmless
     if blamed:

@@ -26,7 +26,8 @@ from hybrid_proxy.controller.text import printable
 MARKS: Final = {"ok": "✓", "warning": "!", "problem": "✗", "unknown": "?"}
 TONES: Final = {"ok": Tone.GOOD, "warning": Tone.WARN, "problem": Tone.BAD, "unknown": Tone.DIM}
 MOST_SECONDS: Final = 30.0
-OTHERS: Final = ("map-full", "left-to-node", *CAUSES[CAUSES.index("backends-fail") :])  # found with this service, too
+# Found with this service, too.
+OTHERS: Final = ("foreign-nat", "map-full", "left-to-node", *CAUSES[CAUSES.index("backends-fail") :])
 WHOLE: Final = 1 << 20  # the width of what is no terminal: no line of it is wrapped
 
 

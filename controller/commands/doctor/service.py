@@ -247,12 +247,14 @@ def _live(
     """What the loaded programs would do with the packet, or with one of a pod to the service's first address."""
     packet, first = facts.packet, next(((port, *at) for port in facts.ports for at in places(port, ())[-1:]), None)
     if packet is None and first:
-        sources = [args.source] * bool(args.source) + [each for pod in pods for each in pod.addresses] + list(own)
+        pods_of = sorted((each for pod in pods for each in pod.addresses), key=_ends(facts).__contains__)
+        sources = [args.source] * bool(args.source) + pods_of + list(own)
         packet = next((_packet_to(each, *first) for each in sources if family_of(each) == first[0].family), None)
     if packet and node.facts.agent and packet.protocol in ("tcp", "udp", "sctp"):
         probe = ProbePacket(packet.src, packet.dst, packet.port, Protocol[packet.protocol.upper()], packet.source_class)
         with contextlib.suppress(ControllerError):
-            return ask(args.admin_socket, RunExplain([probe]), ExplainAnswers).answers[0]
+            answer = ask(args.admin_socket, RunExplain([probe]), ExplainAnswers).answers[0]
+            return msgspec.structs.replace(answer, name=packet.src)
     return None
 
 
