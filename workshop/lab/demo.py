@@ -216,7 +216,9 @@ class _Demo:
                 slowest = max(slowest, self.follow(what, pods, tally, chart))
         self.requests += tally.answered
         self.check(not tally.failed, f"{tally.answered:,} requests meanwhile, {tally.failed} failed {_why(tally)}")
-        self.summary.numbers["edit of a file to traffic that follows, slowest of 3"] = f"{(slowest + LOOK) * 1000:.0f} ms"
+        self.summary.numbers["edit of a file to traffic that follows, slowest of 3"] = (
+            f"{(slowest + LOOK) * 1000:.0f} ms"
+        )
 
     def follow(self, what: str, pods: Sequence[Place], tally: Tally, chart: _LiveChart) -> float:
         """Edit, wait until the answers of a moment come from exactly these pods; seconds until it began."""
