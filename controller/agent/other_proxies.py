@@ -22,8 +22,8 @@ from hybrid_proxy.dataplane.table import EMPTY, ServiceTable
 log = logging.getLogger(__name__)
 
 SECONDS: Final = 60.0
-NAT_SECONDS: Final = 10.0
-PATIENCE: Final = 20  # reading many rules that change all the time takes a twentieth of the time at most
+NAT_SECONDS: Final = 2.0  # `status` says how much such NAT has counted
+PATIENCE: Final = 20  # reading many rules takes a twentieth of the time at most
 READ_SECONDS: Final = 1.0  # between two readings of the number of the ruleset: a search costs fifty times as much
 
 
@@ -92,7 +92,7 @@ class OtherProxiesWatcher:
         due, rested, known = 0.0, 0.0, b""
         while not self._stop.is_set():
             generation, now = ruleset_generation(), time.monotonic()
-            if now >= due or (generation != known and now >= rested):
+            if now >= rested and (now >= due or generation != known):
                 known = generation
                 self.search()
                 due, ended = now + (NAT_SECONDS if self.nat else SECONDS), time.monotonic()

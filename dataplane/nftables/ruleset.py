@@ -95,7 +95,6 @@ def deletions(places: Iterable[tuple[str, Key]]) -> Iterator[op.Operation]:
 
 
 _WORDS: Final[dict[type, Callable[[Any], str]]] = {
-    op.AddTable: lambda _: "the table",
     op.AddSet: lambda each: f"set {each.set.name}",
     op.AddChain: lambda each: f"chain {each.chain.name}",
     op.FlushChain: lambda each: f"rules of {each.name}",
@@ -106,7 +105,10 @@ _WORDS: Final[dict[type, Callable[[Any], str]]] = {
 }
 
 
-def describe(operations: Iterable[op.Operation]) -> str:
-    """Describe for a log what a repair changes."""
+def describe(operations: Sequence[op.Operation]) -> str:
+    """Describe for a log what a repair changes; of a whole table only that."""
+    kinds = {type(each) for each in operations}
+    if op.AddTable in kinds:
+        return "it had to be made anew" if op.DeleteTable in kinds else "it was gone, and is back"
     found = [_WORDS[type(each)](each) for each in operations if type(each) in _WORDS]
     return some(found, shown=_DESCRIBED)

@@ -379,6 +379,26 @@ class TestWatching:
         finally:
             watcher.stop()
 
+    def test_what_such_nat_counts_is_read_every_two_seconds(self):
+        frontend = Frontend(Kind.CLUSTER_IP, "127.0.0.9", 80, 0, 0)
+        table = ServiceTable({"a/b": (Entry(name="a/b:c", family=4, protocol=Protocol.TCP, frontends=(frontend,)),)})
+        nft(
+            "table ip others { chain c { type nat hook output priority -110;"
+            " ip daddr 127.0.0.9 tcp dport 80 counter dnat to 127.0.0.1; } ; }"
+        )
+        subprocess.run(["ip", "link", "set", "lo", "up"], check=True)
+        watcher = OtherProxiesWatcher("ebpf", lambda _: None, table=lambda: table)
+        watcher.start()
+        try:
+            until(lambda: watcher.nat, "the first search", 3)
+            with pytest.raises(ConnectionRefusedError):
+                socket.create_connection(("127.0.0.9", 80), 3)
+            began = time.monotonic()
+            until(lambda: watcher.nat and watcher.nat[0].rule.packets == 1, "the packet")
+            assert time.monotonic() - began < 7
+        finally:
+            watcher.stop()
+
     def test_the_mode_before_is_no_other_proxy_until_the_new_one_serves(self):
         reported: list[str] = []
         watcher = OtherProxiesWatcher("ebpf", reported.append)

@@ -116,6 +116,16 @@ def test_a_table_taken_away_under_a_change_is_an_error_and_made_anew(mode: Nftab
     assert sorted(nft("-s", "list", "ruleset").split()) == sorted(wanted.split())
 
 
+def test_of_a_table_that_was_gone_only_that_is_said(mode: Nftables) -> None:
+    mode.sync(everything())
+    nft("delete table ip hybrid-proxy; flush chain ip6 hybrid-proxy from-internal")
+    mode.ruleset_changed("nft")
+    mode.maintain()
+    gone, changed = mode.repaired.take()[1]
+    assert gone == "table ip hybrid-proxy: it was gone, and is back"
+    assert changed == "table ip6 hybrid-proxy: rules of from-internal"
+
+
 @pytest.mark.parametrize("prefix", [False, True])
 def test_pods_by_interface(mode: Nftables, prefix: bool) -> None:
     mode.sync(ServiceTable({}, NodeNetwork(pods=PodMatch(interface="cni0", by_name_prefix=prefix)), 1))
