@@ -208,7 +208,7 @@ class Answers:
             name = self.mode.choice.effective
             raise ControllerError(
                 f"mode {name} does not report what happens to packets; mode ebpf does. In every mode these measure the "
-                "kernel: `hybrid-proxy trace` with --drops, --latency, --retransmits, or --from CLIENT and a service"
+                "kernel: `hybrid-proxy trace` with --drops, --latency, --retransmits, or --from CLIENT --to SERVICE"
             )
         return self.mode.reporter
 

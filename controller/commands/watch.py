@@ -34,6 +34,7 @@ from hybrid_proxy.dataplane.reports import PacketEvent, clock, several
 POLL_SECONDS: Final = 0.5
 ALL: Final = -NO_EVENT  # those of agents before this one, too
 LAST: Final = 10  # events before those that come, as tail(1) shows lines
+MEASURES: Final = "`hybrid-proxy trace --from CLIENT --to SERVICE`"
 LEASE_SECONDS: Final = 5.0  # a trace ends so long after nobody looks any more
 
 
@@ -56,9 +57,10 @@ def _show(command: str, args: argparse.Namespace) -> int:
         return 0
     args.service = checked_service(args)
     if silent:
-        remark(f"mode {' and '.join(silent)} reports no packets; `status` has what it counts")
+        other = f"{MEASURES} shows those of each mode" if command == "trace" else "`status` has what it counts"
+        remark(f"mode {' and '.join(silent)} reports no packets; {other}")
     if command == "trace":
-        return _show_trace(args)
+        return _show_trace(args, silent)
     if args.follow:
         _follow(args, since)
         return 0
@@ -87,15 +89,15 @@ def _columns(
     return event_columns(Screen() if args.output == "wide" else screen(), rows, time.time(), groups, stream=stream)
 
 
-def _show_trace(args: argparse.Namespace) -> int:
+def _show_trace(args: argparse.Namespace, silent: Sequence[str]) -> int:
     client = f"from or to {args.client}" if args.client else ""
     remark(f"tracing{f' packets {client}' if client else ''} for {args.seconds:g} s; Ctrl-C ends it earlier")
     if shown := _stream(args, _traced(args)):
         remark(advice(shown, args.service))
     else:
         whose = "".join(f" {each}" for each in (args.service and f"of {args.service}", client) if each)
-        remark(f"no packet{whose} was seen in {args.seconds:g} s")
-    return 0
+        remark(f"no packet{whose} was seen in {args.seconds:g} s{f', but {MEASURES} may see some' if silent else ''}")
+    return int(bool(silent) and not shown)
 
 
 def _stream(args: argparse.Namespace, rows: Iterable[PacketEvent], known: Sequence[PacketEvent] = ()) -> Counter[str]:

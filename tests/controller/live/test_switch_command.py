@@ -174,6 +174,17 @@ def test_where_no_packets_are_reported_the_views_that_measure_are_named(bench: B
     assert all(f"--{view}" in done.stderr for view in ("drops", "latency", "retransmits", "from"))
 
 
+def test_a_trace_that_cannot_see_the_flows_of_the_mode_that_serves_says_what_can(bench: Bench) -> None:
+    """Mode ebpf, which drains, reports packets of open flows alone."""
+    web = bench.service("pod2")
+    with bench.connect("pod1", web.vip(V4), V4) as old:
+        ask_tcp(old)
+        switch(bench, "nftables")
+        done = bench.agent.command("trace", "--seconds", "1", "--admin-socket", str(bench.agent.socket))
+    assert done.returncode == 1, done.stderr
+    assert "no packet was seen in 1 s, but `hybrid-proxy trace --from CLIENT --to SERVICE` may" in done.stderr
+
+
 def test_what_the_mode_before_reported_is_listed_when_it_is_gone(bench: Bench) -> None:
     """And `status` and `modes` say that the mode is not the configured one."""
 
