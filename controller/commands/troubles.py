@@ -147,7 +147,8 @@ def _unread(status: AgentStatus, *, serves: bool) -> tuple[str, str]:
     """Why objects are not read, what serves meanwhile, and what to do about it."""
     source = status.source
     late = (f"{row.kind}s cannot be read: {row.why}" for row in source.kinds if row.state == "waiting" and row.why)
-    why = source.message.partition(": ")[2].rpartition("; ")[0] or "; ".join(late)  # what stays is said here
+    said = source.message.partition(source.description.partition(" at ")[2] or ": ")[2].lstrip(": ")
+    why = said.rpartition("; ")[0] or "; ".join(late)  # what stays is said here
     stays = "what was read last stays in use"
     if status.starting:
         stays = "what the agent before this one left serves" if serves else "nothing is served"
@@ -157,7 +158,9 @@ def _unread(status: AgentStatus, *, serves: bool) -> tuple[str, str]:
 
 
 def _source_details(source: SourceStatus) -> list[str]:
-    return [source.message] * bool(source.message) + [missing(row) for row in source.kinds if row.state == "waiting"]
+    known = "" if source.healthy else source.message  # it tells why, once for all kinds
+    waiting = (row for row in source.kinds if row.state == "waiting" and not (known and row.why in known))
+    return [source.message] * bool(source.message) + [missing(row) for row in waiting]
 
 
 def missing(row: KindState) -> str:

@@ -323,7 +323,7 @@ class _Reflector:
                 log.exception("%ss: an error that should not happen", self._kind, exc_info=error)
             why = f"{error}; a server that has just started refuses everybody until it has read its rules"
             hint, sort = (why, "") if starts else (_hint(self._resource, error), _sort(error))
-            self._health.lost(self._kind, hint, pause, sort)
+            self._health.lost(self._kind, hint, sort)
         return pause, least
 
     def _has_just_started(self, code: int) -> bool:
@@ -364,7 +364,7 @@ class _Reflector:
         if not self._health.another_is_read(self._kind, 0.0):
             pause = (self._retry.refused() if starts else self._retry.failed()) * random.uniform(0.5, 1.0)
             if not self._health.another_is_read(self._kind, pause):
-                self._health.lost(self._kind, _hint(self._resource, error), pause, None)
+                self._health.lost(self._kind, _hint(self._resource, error), None)
             return 0.0, 0.0
         if not self._objects.listed:
             self._objects.absent(_hint(self._resource, error))

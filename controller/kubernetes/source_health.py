@@ -13,6 +13,7 @@ from hybrid_proxy.controller.kubernetes.connection import Connection
 from hybrid_proxy.controller.kubernetes.model import KindState, SourceState
 from hybrid_proxy.dataplane.reports import clock
 
+SERVES_ON: Final = "what is programmed serves on, and the server is asked again every few seconds"
 CHECK_SECONDS: Final = 1.0  # between two checks of the files with credentials, while nothing can be read
 
 
@@ -70,9 +71,9 @@ class SourceHealth:
                     self._lost[""], self._told, self._since = None, {""}, max(self._heard.values())
                     self._reported = False
                     text = (
-                        f"{self._where()}: nothing came since {clock(self._since)}, and there is no answer: {trouble}"
+                        f"{self._where()}: nothing came since {clock(self._since)}, and the server does not answer: "
+                        f"{trouble}; what is programmed serves on"
                     )
-                    text += "; what is programmed stays"
             if text:
                 self.emit(SourceState(not trouble, text))
 
@@ -82,17 +83,17 @@ class SourceHealth:
             self._closed = True
             self._changed.notify_all()
 
-    def lost(self, kind: str, why: str, pause: float, sort: str | None = "") -> None:
-        """Reports that this kind cannot be read; it is tried again after `pause` seconds.
+    def lost(self, kind: str, why: str, sort: str | None = "") -> None:
+        """Reports that this kind cannot be read.
 
         `sort` is what a person can do something about, empty: nothing. Each is reported once in an outage. None: the
         others will tell whether it is one.
         """
         with self._emitting:
-            if text := self._lose(kind, why, pause, sort):
+            if text := self._lose(kind, why, sort):
                 self.emit(SourceState(healthy=False, message=text))
 
-    def _lose(self, kind: str, why: str, pause: float, sort: str | None) -> str:
+    def _lose(self, kind: str, why: str, sort: str | None) -> str:
         with self._changed:
             now, before = time.time(), self._states[kind]
             since = before.since if before.why and before.state == "waiting" else now
@@ -105,11 +106,9 @@ class SourceHealth:
             if self._told and (not sort or sort in self._told):
                 return ""
             self._told.add(sort)
-            stays = "what is programmed stays" if before.listed else "this agent programs nothing before"
             self._reported = False
-            what = f"{kind}s cannot" if sort else f"objects ({kind}s first) cannot"
-            text = f"{self._where()}: {what} be read since {clock(since)}: {why}; {stays}, "
-            return f"{text}first tried again after {pause:.1f} s"
+            what = f"{self._where()}: {kind}s" if sort else self._where()
+            return f"{what} cannot be read since {clock(since)} ({why}); {SERVES_ON}"
 
     def found(self, kind: str, absent: str = "") -> None:
         """Reports that this kind is read, or (`absent` says why) that the service works without it."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -10,7 +12,9 @@ import pytest
 
 from hybrid_proxy.controller.commands.columns import Screen
 from hybrid_proxy.controller.commands.status import Verdict, lines, lines_without_agent, verdict
-from hybrid_proxy.controller.kubernetes.model import KindState, Problem
+from hybrid_proxy.controller.commands.troubles import troubles
+from hybrid_proxy.controller.kubernetes.model import KindState, Problem, SourceState
+from hybrid_proxy.controller.kubernetes.source_health import SourceHealth
 from hybrid_proxy.controller.semantics.history import ChangeRow
 from hybrid_proxy.controller.semantics.lacks import Lack
 from hybrid_proxy.controller.serving.protocol import (
@@ -203,6 +207,31 @@ def test_nat_of_another_program_is_told_with_its_rule_and_with_what_to_do_where_
     assert (what, todo[:12]) == (f"  NAT: {said}; 3 packets so far", "    → delete")
     first, what, *_ = lines(agent_status(foreign_nat=[nat(packets=None)]), Screen(), NOW)
     assert (first, what) == ("OK", f"  warning: {said}; how often is not counted")
+
+
+def test_an_outage_of_the_api_server_is_one_line_in_status_and_doctor_has_its_reason() -> None:
+    kinds, told = ("Service", "EndpointSlice", "Node"), list[SourceState]()
+    connection: Any = SimpleNamespace(where="https://10.0.0.1:6443")
+    health = SourceHealth(connection, kinds)
+    health.emit = lambda *events: told.extend(one for one in events if isinstance(one, SourceState))
+    for kind in kinds:
+        health.lost(kind, "Connection refused")
+    (state,) = told
+    status = agent_status(
+        source=SourceStatus("Kubernetes API at https://10.0.0.1:6443", False, state.message, health.states())
+    )
+    shown = [line for line in lines(status, Screen(), NOW) if line.startswith("  source: ")]
+    since = re.sub(r"[0-9:]{8} UTC", "TIME", state.message)
+    assert since == (
+        "API server https://10.0.0.1:6443 cannot be read since TIME (Connection refused); "
+        "what is programmed serves on, and the server is asked again every few seconds"
+    )
+    assert shown == [f"  source: {state.message}"]
+    (said,) = (each.said[0] for each in troubles(status) if each.cause == "api-unreachable")
+    assert re.sub(r"[0-9:]{8} UTC", "TIME", said) == (
+        "Kubernetes API at https://10.0.0.1:6443: cannot be read since TIME (Connection refused); "
+        "what was read last stays in use"
+    )
 
 
 def test_a_file_that_is_no_yaml_is_no_object() -> None:
