@@ -11,7 +11,7 @@ from typing import Final
 from hybrid_proxy.controller.commands.columns import Cell, Column, Tone
 from hybrid_proxy.controller.commands.command import Command, add_admin, add_service, add_table, number_from, started
 from hybrid_proxy.controller.commands.names import Asked, asked_for
-from hybrid_proxy.controller.commands.terminal import print_rows, print_stream, remark
+from hybrid_proxy.controller.commands.terminal import print_rows, print_stream, remark, screen
 from hybrid_proxy.controller.errors import ControllerError
 from hybrid_proxy.controller.semantics.history import ChangeRow, folded
 from hybrid_proxy.controller.serving.memory import changes_path, read_changes
@@ -26,7 +26,7 @@ def run(args: argparse.Namespace) -> int:
     from hybrid_proxy.controller.commands.views import checked_service
 
     asked, now, path = asked_for(args.service, args.namespace), time.time(), changes_path(args.admin_socket)
-    since, wide = started(args.since) or 0.0, args.output == "wide"
+    since, wide = started(args.since) or 0.0, args.output == "wide" or screen().width is None
     known = _read(path)
     rows = [row for row in folded(known) if _is_meant(row, asked) and row.last >= since][-args.limit :]
     if not rows and any(asked):
@@ -64,7 +64,7 @@ def _followed(path: Path, rows: list[ChangeRow], known: list[ChangeRow], asked: 
 
 
 def columns(now: float, *, wide: bool = False) -> tuple[Column[ChangeRow], ...]:
-    """Return the columns of a table of changes; where it is `wide`, what happened is whole."""
+    """Return the columns of a table of changes; where it is `wide`, or no terminal, what happened is whole."""
     return (
         Column("WHEN", lambda row: clock(row.last, now)),
         Column("AGE", lambda row: age(now - row.last), leave=3),

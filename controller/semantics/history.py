@@ -151,9 +151,11 @@ def change_of(
         rows += [row(LEFT_OUT, "EndpointSlice", gone=was & has - now)] * bool(was & has - now)
         rows += [row(LEFT_OUT, "EndpointSlice", ready=has - had - now)] * bool(has - had - now)
         rows += [row("", "EndpointSlice", ready=now - was)] * bool(now - was)
-    elif before and after and before != after and not rows:
-        said = _moved(before, after) or differences(_conditions(before), _conditions(after))
-        rows = [row(what, "EndpointSlice") for what in said or ["conditions of its endpoints changed"]]
+    elif before and after and before != after:
+        moved = _moved(before, after) or differences(_conditions(before), _conditions(after))
+        if said:  # the Service changed, too, and with it which of its ports there are
+            moved = [each for each in moved if "→" in each]
+        rows += [row(what, "EndpointSlice") for what in moved or ["conditions of its endpoints changed"] * (not said)]
     return [*rows, row(NOT_SERVED, "Service")] if before and not after else rows
 
 

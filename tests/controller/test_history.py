@@ -9,9 +9,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from unittest.mock import patch
 
+import msgspec
 import pytest
 from msgspec.structs import replace
 
+from hybrid_proxy.controller import cli
 from hybrid_proxy.controller.agent.history import KEPT, LARGEST, MOST_ROWS, History
 from hybrid_proxy.controller.commands.changes import columns
 from hybrid_proxy.controller.commands.columns import Screen
@@ -91,6 +93,9 @@ DIFFERENCES = [
     pytest.param(moved(local=False), entries(), [("endpoints", 1, f"removed: {A}")], id="gone there"),
     pytest.param(entries(A), (replace(entries(A)[0], serving=(Backend(A, 8080, local=True),)),),
                  [("endpoints", 1, f"{A} of {NAME}:http: {THERE} → {HERE}")], id="moved"),
+    pytest.param(entries(A), (replace(entries(A, algorithm="maglev")[0], serving=(Backend(A, 8080, local=True),)),),
+                 [("service", 1, "algorithm: random → maglev"),
+                  ("endpoints", 1, f"{A} of {NAME}:http: {THERE} → {HERE}")], id="moved, and the Service changed"),
     pytest.param(entries(A, B), entries(A, B, port=8081),
                  [("endpoints", 1, "targetPort 8080 → 8081")], id="another port"),
     pytest.param(entries(A), entries(B, port=8081),
@@ -540,3 +545,11 @@ def test_a_deletion_is_what_became_of_a_service_whatever_is_said_of_it_later() -
     full = ChangeRow(first=101, last=101, kind="service", what="the map is full", by="hybrid-proxy", service="shop/a")
     assert "it was deleted" in last_known("shop/a", [gone, full], 110.0)
     assert "the map is full" in last_known("shop/a", [full], 110.0)
+
+
+def test_in_a_pipe_no_change_is_cut(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    long = f"refused: {'x' * 300} and its end"
+    row = ChangeRow(first=NOW, last=NOW, kind="service", service=NAME, what=long, by="Service")
+    (tmp_path / "admin.changes").write_bytes(b"\n" + msgspec.json.encode(row))
+    assert cli.main(["changes", "--admin-socket", str(tmp_path / "admin.sock")]) == 0
+    assert long in capsys.readouterr().out
