@@ -108,7 +108,7 @@ class SourceHealth:
             self._told.add(sort)
             self._reported = False
             what = f"{self._where()}: {kind}s" if sort else self._where()
-            return f"{what} cannot be read since {clock(since)} ({why}); {SERVES_ON}"
+            return f"{what} cannot be read since {clock(since)} ({'' if sort else f'{kind}s: '}{why}); {SERVES_ON}"
 
     def found(self, kind: str, absent: str = "") -> None:
         """Reports that this kind is read, or (`absent` says why) that the service works without it."""

@@ -308,7 +308,7 @@ def test_a_stream_that_is_cut_again_and_again_is_reported(api: ApiServer, watche
     watcher.until(lambda: len(watcher.state["Service"]) == 7)
     watcher.until(lambda: [s.healthy for s in watcher.of(SourceState)][-2:] == [False, True])
     lost = [s.message for s in watcher.of(SourceState) if not s.healthy]
-    assert "Services " in lost[0]
+    assert "(Services: " in lost[0]
 
 
 def test_silence_is_noticed(api: ApiServer, watch: Start) -> None:
