@@ -10,14 +10,15 @@ DataplaneError
 from __future__ import annotations
 
 import errno
+from collections.abc import Mapping
 from typing import Final
 
 # What to do about a number of errno(3), by its name, wherever the kernel says it.
 _RIGHTS: Final = "run as root, with the capabilities of docs/operations.md"
 _ROOM: Final = "make room there, for bytes and for inodes (df, df -i)"
+RIGHTS: Final = {errno.EPERM: _RIGHTS, errno.EACCES: _RIGHTS}
 ADVICE: Final = {
-    errno.EPERM: _RIGHTS,
-    errno.EACCES: _RIGHTS,
+    **RIGHTS,
     errno.EROFS: "mount it writable (in a pod: its volume)",
     errno.ENOSPC: _ROOM,
     errno.EDQUOT: _ROOM,
@@ -29,9 +30,9 @@ ADVICE: Final = {
 }
 
 
-def told(error: OSError, where: object = "") -> str:
+def told(error: OSError, where: object = "", advice: Mapping[int, str] = ADVICE) -> str:
     """Formats an error with what to do about it: `/run/x: Read-only file system: mount it writable (...)`."""
-    parts = (str(where or error.filename or ""), error.strerror or str(error), ADVICE.get(error.errno or 0, ""))
+    parts = (str(where or error.filename or ""), error.strerror or str(error), advice.get(error.errno or 0, ""))
     return ": ".join(filter(None, parts))
 
 

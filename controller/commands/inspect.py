@@ -124,8 +124,8 @@ def _flows(here: Programmed, args: argparse.Namespace) -> _Found:
     rows = [row for row in rows if asked.has(row.service)]
     total = len(rows) if any(asked) else total
     notes = [f"{args.limit} of {total} flows; --limit shows more"] if total > args.limit else []
-    if closed := sum(row.state == "closed" for row in rows):
-        notes.append(f"{closed} of these {'is' if closed == 1 else 'are'} over, and listed last until forgotten")
+    if closed := sum(row.state == "closed" for row in rows[: args.limit]):
+        notes.append(f"{closed} of these {'is' if closed == 1 else 'are'} closed, and listed last until forgotten")
     _name_relay(here, rows[: args.limit])
     return _Found(rows[: args.limit], listings.flow_columns(rows), notes)
 

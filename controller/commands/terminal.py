@@ -72,10 +72,12 @@ def _streamed(
         yield from (("---\n" if args.output == "yaml" else "") + encoded(args.output, row, lines=True) for row in rows)
         return
     chosen = layout(columns, likely, screen(), wide=args.output == "wide")
+    if not likely:  # nor is anybody to wait for a header
+        yield chosen.header()
     for number, row in enumerate(rows):
         chosen = chosen.widened(row)
         text = "\n".join(chosen.lines(row))
-        yield text if number else f"{chosen.header()}\n{text}"
+        yield text if number or not likely else f"{chosen.header()}\n{text}"
 
 
 def print_answer(args: argparse.Namespace, value: Any, *lines: str) -> None:

@@ -84,7 +84,7 @@ def troubles(status: AgentStatus, *, serves: bool = False, answered: Collection[
         found.append(Trouble("links", "link-down", text, "link", down, todo=todo))
     found += map(forwarding_trouble, status.not_forwarding)
     found += [*_plane_troubles(plane, answered), *_object_troubles(status)]
-    found += [*_backend_troubles(plane, answered), *_full(status)]
+    found += [*_backend_troubles(status, answered), *_full(status)]
     if pages := [*status.health_checks.listeners.values(), *status.health_checks.failed.values()]:
         text = f"{_many(pages, 'health check or page', 'health checks or pages')} not served"
         said = [f"not served: {page}" for page in pages]
@@ -224,8 +224,11 @@ def _object_troubles(status: AgentStatus) -> Iterator[Trouble]:
     yield _note("objects", notes)
 
 
-def _backend_troubles(plane: Status, answered: Collection[str]) -> Iterator[Trouble]:
+def _backend_troubles(status: AgentStatus, answered: Collection[str]) -> Iterator[Trouble]:
+    plane = status.dataplane
+    idle = {(lack.service, lack.family == 6) for lack in status.without_backend if lack.clients == "all"}  # by a policy
     rows = [*plane.failing_backends, *(plane.ebpf.ejections if plane.ebpf else ())]
+    rows = [row for row in rows if (row.service, row.address.startswith("[")) not in idle]
     known = {f"{row.address} of {row.service}": row for row in rows}  # who wants to eject it knows more
     well = {name: row for name, row in known.items() if name in answered and not row.ejected}
     over = [f"all backends of {name} failed" for name in plane.failing if name in answered]

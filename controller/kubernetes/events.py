@@ -184,7 +184,7 @@ class Recorder:
             else:
                 return True
             if attempt == 0:
-                log.info("an event waits for the API server: %s", problem)
+                log.info("an Event is sent again until the API server takes it: %s", problem)
             if self._stop.wait(self._retry_seconds):
                 return False
         log.warning("an event was dropped, the API server does not take it: %s", problem)

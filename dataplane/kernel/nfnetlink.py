@@ -51,7 +51,7 @@ def attributes(data: bytes) -> dict[int, bytes]:
     return dict(netlink.attributes(data))
 
 
-def _request(kind: int, family: int, body: bytes, flags: int = 0, what: str = "a question") -> netlink.Message:
+def _request(kind: int, family: int, body: bytes, flags: int = 0, what: str = "a request") -> netlink.Message:
     return netlink.Message(SUBSYSTEM | kind, NFGEN.pack(family, 0, 0) + body, flags, what)
 
 

@@ -58,7 +58,7 @@ def test_pods_reach_each_other_past_the_stack_while_it_has_no_rules(field: Lab, 
     with agent_with(field, "ebpf") as (bench, services):
         bench.settle(services["near"], {"pod2"}, family)
         bench.service("pod2", protocol="UDP", port=53, target=UDP)
-        decided(bench, "always", "nothing is skipped")
+        decided(bench, "always", "nothing in the stack has to see them")
         eventually(lambda: is_handed_over(bench, family, protocol), 10, "they go through the stack")
         with rule(field, f"meta l4proto {protocol.lower()} counter"):
             decided(bench, "established", "inet wall forward")
@@ -72,7 +72,7 @@ def test_pods_reach_each_other_past_the_stack_while_it_has_no_rules(field: Lab, 
 def test_an_open_connection_meets_a_rule_that_appears(field: Lab, family: int) -> None:
     with agent_with(field, "ebpf") as (bench, services):
         bench.settle(services["near"], {"pod2"}, family)
-        decided(bench, "always", "nothing is skipped")
+        decided(bench, "always", "nothing in the stack has to see them")
         with bench.connect("pod1", (bench.lab["pod2"].address(family), HTTP), family, timeout=3.0) as connection:
             for _ in range(2):
                 assert ask_tcp(connection, body=bytes(SIZE)).received == SIZE
@@ -108,7 +108,7 @@ def test_another_proxy_that_begins_gets_its_answers(field: Lab, family: int, age
     other = translating("prerouting", f"{word} daddr {frontend} udp dport 53 dnat {word} to {target}:{UDP}")
     with agent_with(field, "ebpf") as (bench, services):
         bench.settle(services["near"], {"pod2"}, family)
-        decided(bench, "always", "nothing is skipped")
+        decided(bench, "always", "nothing in the stack has to see them")
         eventually(lambda: is_handed_over(bench, family, "UDP"), 10, "they go through the stack")
         if agent == "gone":
             bench.agent.kill()

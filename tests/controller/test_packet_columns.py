@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -133,6 +134,18 @@ def test_the_columns_of_a_stream_keep_their_places(
     lines = [line for line in capsys.readouterr().out.splitlines() if "SEEN" in line]
     assert len(lines) == len(rows)
     assert len({line.index(row.where) for line, row in zip(lines[1:], rows[1:], strict=True) if row.where in line}) <= 1
+
+
+def test_a_stream_that_begins_with_nothing_has_its_header_at_once(capsys: pytest.CaptureFixture[str]) -> None:
+    headers = []
+
+    def coming() -> Iterator[PacketEvent]:
+        headers.append(capsys.readouterr().out)
+        yield TRACED[0]
+
+    print_stream(argparse.Namespace(output="text"), event_columns(Screen(), [], NOW, stream=True), coming(), [])
+    assert headers[0].startswith("TIME")
+    assert "TIME" not in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

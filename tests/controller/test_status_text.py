@@ -122,6 +122,16 @@ def test_a_status_looks_as_its_screen(name: str) -> None:
     assert text(STATUS[name]).startswith(VERDICTS[name].value[0])
 
 
+def test_backends_that_nobody_uses_from_here_are_no_trouble() -> None:
+    """By a traffic policy, none of the Service's backends gets connections on this node."""
+    kept = Ejection("shop/web:http", "10.0.0.1:80", ejected=False, seconds=None, state="kept because too many fail")
+    lack = Lack("shop/web:http", 4, "all", "the policy is Local")
+    for lacks, judged in (([], Verdict.DEGRADED), ([lack], Verdict.OK)):
+        status = agent_status(dataplane=dataplane(ebpf=attached(kept)), without_backend=lacks)
+        assert verdict(status) is judged
+        assert (kept.state in text(status, 120)) is (judged is Verdict.DEGRADED)
+
+
 def test_a_backend_that_fails_makes_it_degraded_before_it_is_ejected() -> None:
     row = Ejection("shop/web:http", "10.0.0.1:80", ejected=False, seconds=None, state="2 connections in a row failed")
     wanted = [
@@ -223,13 +233,13 @@ def test_an_outage_of_the_api_server_is_one_line_in_status_and_doctor_has_its_re
     shown = [line for line in lines(status, Screen(), NOW) if line.startswith("  source: ")]
     since = re.sub(r"[0-9:]{8} UTC", "TIME", state.message)
     assert since == (
-        "API server https://10.0.0.1:6443 cannot be read since TIME (Connection refused); "
+        "API server https://10.0.0.1:6443 cannot be read since TIME (Services: Connection refused); "
         "what is programmed serves on, and the server is asked again every few seconds"
     )
     assert shown == [f"  source: {state.message}"]
     (said,) = (each.said[0] for each in troubles(status) if each.cause == "api-unreachable")
     assert re.sub(r"[0-9:]{8} UTC", "TIME", said) == (
-        "Kubernetes API at https://10.0.0.1:6443: cannot be read since TIME (Connection refused); "
+        "Kubernetes API at https://10.0.0.1:6443: cannot be read since TIME (Services: Connection refused); "
         "what was read last stays in use"
     )
 

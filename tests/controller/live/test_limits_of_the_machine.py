@@ -6,6 +6,8 @@ from __future__ import annotations
 
 import errno
 import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,7 +18,7 @@ from hybrid_proxy.dataplane.errors import told
 from hybrid_proxy.workshop.lab import examples
 from hybrid_proxy.workshop.lab.agent import Agent
 from hybrid_proxy.workshop.lab.network import Lab
-from tests.namespaces import new_lab
+from tests.namespaces import fresh, new_lab
 
 RUN = "/run/hybrid-proxy"
 BPF_FS = "mount -t bpf bpf /sys/fs/bpf && mount -o remount,ro /sys/fs/bpf"
@@ -133,3 +135,22 @@ def test_a_defect_is_still_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cli, "_call", broken)
     with pytest.raises(RuntimeError, match="dictionary"):
         cli.main(["status"])
+
+
+@pytest.mark.parametrize("command", ["status", "services"])
+def test_without_rights_it_says_to_run_as_root(command: str, tmp_path: Path) -> None:
+    argv = [
+        "setpriv",
+        "--bounding-set=-all",
+        "--inh-caps=-all",
+        sys.executable,
+        "-m",
+        "hybrid_proxy.controller",
+        command,
+    ]
+    with fresh():
+        done = subprocess.run(
+            [*argv, "--admin-socket", str(tmp_path / "x.sock")], capture_output=True, text=True, timeout=60
+        )
+    assert done.returncode == 1
+    assert "Operation not permitted: run as root" in done.stderr

@@ -34,7 +34,7 @@ def decide(setting: str, met: Sequence[str], shapers: Sequence[str] = ()) -> Dec
     if setting == "auto":
         path = "off" if shapers else "established" if met else "always"
         found = shapers or met
-        return Decision(path, f"the stack has {_some(found)}" if found else "nothing is skipped")
+        return Decision(path, f"the stack has {_some(found)}" if found else "nothing in the stack has to see them")
     skipped = [*shapers, *met] if setting == "always" else shapers if setting == "established" else ()
     if skipped:
         return Decision(
@@ -87,7 +87,7 @@ class FastPath:
         if self.decision.warning and self.decision != before:
             log.warning("%s", self.decision.warning)
         elif self.decision != before:
-            log.info("fast path: %s, because %s", self.decision.path, self.decision.why)
+            log.info("fast path of packets between pods: %s (%s)", self.decision.path, self.decision.why)
 
     def keep_to_flows(self) -> None:
         """Leaves what belongs to no flow to the stack: from now on, another mode may translate it there."""
