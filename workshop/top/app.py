@@ -239,8 +239,7 @@ class Top(App[None]):
             self._show()
 
     def _show(self) -> None:
-        shown = self._shown
-        if shown is None:
+        if (shown := self._shown) is None:
             return
         wanted = [row for row in shown.services if cells.matches(row, self._wanted)]
         self._listing("services").show(wanted)
@@ -310,8 +309,7 @@ class Top(App[None]):
         keys.display = not keys.display
 
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool:
-        """Has `/` belong to the filter while that is being typed."""
-        return action != "filter" or not isinstance(self.focused, Input)
+        return action != "filter" or not isinstance(self.focused, Input)  # `/` may be part of a filter
 
     def action_filter(self) -> None:
         field = self.query_one("#filter", Input)

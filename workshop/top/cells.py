@@ -175,9 +175,9 @@ def _sizes(columns: Sequence[Column], rows: Sequence[AnyRow]) -> dict[str, int]:
 
 def head(shown: Snapshot, width: int) -> list[str]:
     """Returns the lines about the node as a whole, which break between two parts only."""
-    parts = ["   ".join(part.replace(" ", WHOLE) for part in each) for each in (_about(shown), _totals(shown))]
-    lines = [line for each in parts for line in wrap(each, width, break_long_words=False, break_on_hyphens=False)]
-    return [line.replace(WHOLE, " ") for line in lines]
+    lines = ("   ".join(part.replace(" ", WHOLE) for part in each) for each in (_about(shown), _totals(shown)))
+    folded = (wrap(line, width, break_long_words=False, break_on_hyphens=False) for line in lines)
+    return [part.replace(WHOLE, " ") for line in folded for part in line]
 
 
 def _about(shown: Snapshot) -> list[str]:

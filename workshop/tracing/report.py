@@ -9,6 +9,7 @@ from typing import Any, Final
 from hybrid_proxy.controller.commands.columns import Column, Screen, Tone, painted, table
 from hybrid_proxy.controller.commands.terminal import print_value, screen
 from hybrid_proxy.dataplane.modes.ebpf.maps.reasons import WORDS as REASONS
+from hybrid_proxy.dataplane.reports import several, some
 
 Row = Mapping[str, Any]
 WORDS: Final = {
@@ -21,7 +22,6 @@ _LEAVE: Final = {
     "p50": 8, "mean": 7, "seen by": 6, "max": 5, "direction": 4, "protocol": 3, "SYNs repeated": 2,
     "connections": 1, "answered": 1, "where": 1, "in": 1, "repeated by": 1,
 }  # fmt: skip
-_WRAPPED: Final = frozenset({"reason"})
 
 
 def show(answer: Row, output: str) -> None:
@@ -29,8 +29,7 @@ def show(answer: Row, output: str) -> None:
     if output in ("json", "yaml"):
         print_value(output, answer)
         return
-    for line in lines(answer, Screen(None, screen().colours) if output == "wide" else screen()):
-        print(line)
+    print(*lines(answer, Screen(None, screen().colours) if output == "wide" else screen()), sep="\n")
 
 
 def lines(answer: Row, on: Screen) -> Iterator[str]:
@@ -49,7 +48,7 @@ def _table(on: Screen, columns: Sequence[str], rows: Iterable[Sequence[Any]]) ->
             itemgetter(index),
             leave=_LEAVE.get(title, 0),
             right=all((row[index][:1].isdigit() and ":" not in row[index]) or row[index] == "-" for row in texts),
-            wrap=title in _WRAPPED,
+            wrap=title == "reason",
         )
         for index, title in enumerate(columns)
     ]
@@ -130,31 +129,33 @@ def _retransmits(answer: Row, on: Screen) -> Iterator[str]:
 
 def _follow(answer: Row, on: Screen) -> Iterator[str]:
     """A line for each point; the reason for a drop and the packet's ends stand below where they do not fit."""
-    points = answer["points"]
-    if not points:
+    if not (points := answer["points"]):
         yield "no such packet passed"
         return
     yield "{source} -> {destination}, {service}".format(**points[0])
     if points[0]["flags"] not in ("", "SYN"):
         yield "this connection was open before: no new one began"
-    packet, ends, began = 0, "", []
+    packet, ends, began, first = 0, "", [], list[Any]()
     for row in points:
         at = [row["point"], row["where"], row["interface"]]
         if row["packet"] != packet:
-            packet, ends, began = row["packet"], "", at
+            packet, ends, began, first = row["packet"], "", at, first or at
             flags = f", {row['flags']}" if row["flags"] else ""
-            title = f"packet {packet}: {row['direction']}{flags}, {row['bytes']} bytes"
+            again = ", again" if packet > 1 and (row["flags"], at) == ("SYN", first) else ""
+            title = f"packet {packet}: {row['direction']}{flags}{again}, {row['bytes']} bytes"
             yield painted(title, Tone.HEAD, on)
         elif at == began:
             yield painted(f"packet {packet}, sent again", Tone.HEAD, on)
         now = f"{row['source']} -> {row['destination']}"
         where = " ".join(filter(None, at[1:]))
         more = [_why(row), f"in {row['function']}"] if "reason" in row else []
-        text = (
-            f"  {_since(row['us'], 6, ' us'):>13} {'+' + _since(row['step_us'], 1):>8}  {row['point']:<28} {where:<24}"
-        )
+        since, step = _since(row["us"], 6, " us"), "+" + _since(row["step_us"], 1)
+        text = f"  {since:>13} {step:>8}  {row['point']:<28} {where:<24}"
         more += [now] * (now != ends)
         whole = " ".join((text, *more)).rstrip()
         fits = on.width is None or len(whole) <= on.width
         yield from (whole,) if fits else (text.rstrip(), *(f"{'':25}{part}" for part in more))
         ends = now
+    lost = {row["packet"]: _why(row) for row in points if "reason" in row and "no loss" not in _why(row)}
+    why = f": {some(dict.fromkeys(lost.values()))}" if lost else ""
+    yield f"{len(lost) or 'none'} of {several(packet, 'packet')} dropped{why}"

@@ -251,10 +251,8 @@ def flow_rows(
                 "flags": _flags(event),
                 "bytes": event.length,
             }
-            if event.point == DROP:
-                row["reason"] = why.get(event.more >> 48, UNREPORTED)
-                row["function"] = place.get(event.more & 0xFFFFFFFFFFFF, "?")
-            rows.append(row)
+            reason, function = why.get(event.more >> 48, UNREPORTED), place.get(event.more & 0xFFFFFFFFFFFF, "?")
+            rows.append(row | ({"reason": reason, "function": function} if event.point == DROP else {}))
     return rows
 
 
@@ -263,7 +261,5 @@ def _addresses(event: Event) -> list[str]:
 
 
 def _flags(event: Event) -> str:
-    if event.protocol != 6:
-        return ""
     named = (("SYN", 2), ("FIN", 1), ("RST", 4), ("PSH", 8), ("ACK", 16))
-    return " ".join(name for name, bit in named if event.flags & bit)
+    return " ".join(name for name, bit in named if event.protocol == 6 and event.flags & bit)

@@ -109,6 +109,20 @@ def test_a_packet_that_is_sent_again_is_marked() -> None:
     assert [number for number, line in enumerate(shown) if line == "packet 1, sent again"] == [4]
 
 
+def test_a_syn_that_came_again_is_marked_and_the_end_counts_what_was_dropped() -> None:
+    sent = [point(number, 1000.0 * number, "sent", CLIENT, FRONTEND) for number in (1, 2)]
+    acked = point(3, 4000.0, "sent", CLIENT, FRONTEND) | {"flags": "ACK"}
+    reason = {"reason": "NETFILTER_DROP", "function": "nf_hook_slow", "where": "node"}
+    points = [sent[0], point(1, 1001.0, "dropped", CLIENT, FRONTEND, **reason), sent[1], acked]
+    shown = list(lines(answer("follow", points=points), Screen()))
+    assert [line for line in shown if line.startswith("packet ")] == [
+        "packet 1: request, SYN, 74 bytes", "packet 2: request, SYN, again, 74 bytes",
+        "packet 3: request, ACK, 74 bytes",
+    ]  # fmt: skip
+    assert shown[-1] == "1 of 3 packets dropped: NETFILTER_DROP (a firewall's rule)"
+    assert list(lines(answer("follow", points=[*sent, acked]), Screen()))[-1] == "none of 3 packets dropped"
+
+
 def test_what_comes_after_the_first_second_is_told_in_seconds() -> None:
     points = [point(1, at, "sent", CLIENT, FRONTEND, step_us=step) for at, step in ((83.2, 1.5), (2_001_358.6, 2e6))]
     shown = [line for line in lines(answer("follow", points=points), Screen()) if "  sent " in line]
