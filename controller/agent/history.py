@@ -209,7 +209,7 @@ class History:
             if now.get(key) != before.get(key):
                 one, over = now.get(key) or before[key], key not in now
                 end = "is used whole again" if there(*key) else "was refused, and is deleted or not served here"
-                end = "can be read again, or is deleted" if one.kind == "File" else end
+                end = ("can be read again" if Path(one.key).exists() else "is deleted") if one.kind == "File" else end
                 what = f"{one.kind} {one.key} {end}" if over else one.report
                 self.record("service" if one.service else "source", what, one.kind, one.service)
                 if over:  # that it began, the log has already

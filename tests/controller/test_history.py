@@ -348,6 +348,19 @@ def test_nobody_is_told_to_put_a_mistake_back(tmp_path: Path, mistake: str) -> N
     assert [row.text for row in read_changes(path)][-1] == "address 10.96.0.1/32 dev eth0 is gone"
 
 
+def test_a_file_that_can_be_read_again_is_not_one_that_is_deleted(tmp_path: Path) -> None:
+    files = [tmp_path / "good.yaml", tmp_path / "gone.yaml"]
+    files[0].touch()
+    history = History(tmp_path / "admin.changes")
+    history.problems(
+        {("File", str(each)): Problem("File", str(each), f"{each}: no YAML") for each in files}, lambda *_: False
+    )
+    history.problems({}, lambda *_: False)
+    history.flush()
+    told = [row.text for row in read_changes(tmp_path / "admin.changes")][2:]
+    assert sorted(told) == [f"File {files[1]} is deleted", f"File {files[0]} can be read again"]
+
+
 def test_an_agent_that_was_killed_or_stopped_leaves_a_gap_that_the_next_one_knows(tmp_path: Path) -> None:
     path = tmp_path / "admin.changes"
     history = History(path)
