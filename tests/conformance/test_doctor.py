@@ -1582,6 +1582,15 @@ def test_doctors_own_connections_are_no_failures_of_clients(clinic: Clinic, how:
     assert counted[0] == counted[1]
 
 
+@only_in("ebpf")
+def test_doctor_does_not_tell_of_failures_that_it_caused_itself(clinic: Clinic) -> None:
+    """Nobody else asks at this port."""
+    clinic.put("pod2", target=NOBODY)
+    *_, last = (clinic.doctor(NAME)[1] for _ in range(3))
+    clinic.put(*PODS)
+    assert not any("this node saw failures" in each.text for each in last.findings), last
+
+
 @only_in("ebpf", "userspace")
 def test_a_backend_that_was_repaired_is_not_blamed_although_no_client_came(clinic: Clinic) -> None:
     recovered(clinic)
@@ -1763,6 +1772,17 @@ def test_a_client_outside_is_not_let_in_at_node_ports_that_no_endpoint_here_serv
         assert dropped, each
         assert {*dropped[1].split(", ")} == {BALANCER, f"node port {NODE_PORT}"}
         assert "node port" not in {one.subject for one in each.findings}, each
+
+
+@only_in("userspace")
+def test_a_client_that_does_not_reach_the_relay_comes_first(clinic: Clinic) -> None:
+    """The node drops what it sends, which are also the answers of this backend."""
+    recovered(clinic)
+    client = clinic.lab["pod1"].address4
+    drop = DEAF.replace("tcp dport 8080 drop", f"ip saddr {client} counter drop")
+    with clinic.rules("node", drop):
+        _, found = clinic.doctor(NAME, "--from", client)
+    assert f"connections from a pod to {ADDRESSES[NAME]}:80 fail" in found.verdict, found
 
 
 @only_in("nftables")

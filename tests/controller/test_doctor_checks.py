@@ -1073,6 +1073,30 @@ def test_how_the_service_answered_a_pod_is_told(
     assert told_of.text == f"{VIP} answers, from the node and from pod {source}{said}"
 
 
+@pytest.mark.parametrize(
+    ("state", "own", "told_of"), [("3 failed", True, False), ("3 failed", False, True), ("ejected for 8 s", True, True)]
+)
+def test_failures_of_doctor_itself_are_not_told(state: str, own: bool, told_of: bool) -> None:
+    """That a backend is ejected is told whoever caused it: clients are led elsewhere."""
+    row = Ejection("shop/web:http", A, ejected=state.startswith("ejected"), seconds=8.0, state=state)
+    node = msgspec.structs.replace(WELL, ejections=(row,), own_failures=frozenset({A} if own else ()))
+    found = service(facts(*GOOD), node)[2]
+    assert any("this node saw failures" in each.text for each in found) is told_of
+
+
+def test_of_a_relay_a_client_that_does_not_reach_it_is_told_although_a_backend_fails() -> None:
+    """The rule that hinders the client hinders answers of its own pod, too."""
+    drop = rule("input", "ip saddr 10.0.0.1 drop")
+    through = by("10.0.0.1", *tried(VIP, pod="silent"), *tried(B))
+    found = facts(tried(A, "silent"), tried(B, pod=None), tried(VIP, pod=None), through, rules=(drop,))
+    verdicts = {}
+    for mode in ("userspace", "ipvs"):
+        node = msgspec.structs.replace(WELL, programmed={mode: 1})
+        verdicts[mode] = diagnose("shop/web", service(found, node)[2], found.tried).verdict
+    assert f"connections from a pod to {VIP} fail" in verdicts["userspace"]
+    assert VIP not in verdicts["ipvs"]  # its packets may have met that backend
+
+
 def test_of_a_namespace_services_that_have_endpoints_come_first() -> None:
     empty = Finding("problem", "service", "shop/empty: no endpoint is ready", cause="no-endpoint")
     sick = Finding("problem", "service", "shop/dns: 1 of 1 backend is silent", cause="backend-silent")

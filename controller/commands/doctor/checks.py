@@ -209,8 +209,7 @@ def _agent_findings(agent: AgentStatus, facts: NodeFacts) -> Iterator[Finding]:
     names = [(each, (each.port, f"{each.target} of {each.port}")) for each in facts.tried]
     bad = {name for each, both in names if each.outcome not in ANSWERED for name in both}
     answered = {name for _, both in names for name in both} - bad
-    known = troubles(agent, serves=serves, answered=answered)
-    found = [each for each in known if each.cause not in looked_at]
+    found = [each for each in troubles(agent, serves=serves, answered=answered) if each.cause not in looked_at]
     drains = "".join(f"; mode {left.mode} drains, {left.text}" for left in agent.draining)
     without = f", but for {several(len(facts.unprogrammed), 'service port')}" * bool(facts.unprogrammed)
     well = {
@@ -423,9 +422,8 @@ def in_short(facts: ServiceFacts, node: NodeFacts) -> Finding:
     mark: Mark = "warning" if found.well else "problem"
     # Without "(and 1 other problem)": the verdict on all services counts them.
     worst = _ordered(findings, mark)[0]
-    about = f"{facts.asked}: "
-    is_well = found.verdict.startswith(f"{facts.asked} is well")
-    text = found.verdict if is_well else about + worst.text.removeprefix(about)
+    head = f"{facts.asked}: "
+    text = found.verdict if found.verdict.startswith(f"{facts.asked} is well") else head + worst.text.removeprefix(head)
     return Finding(mark, "service", text, worst.todo, found.cause, found.certain)
 
 
@@ -695,6 +693,7 @@ def _kernel(facts: ServiceFacts, node: NodeFacts) -> Iterator[Finding]:
         yield _programmed(facts, {(row.service, row.address) for row in node.ejections})
     failed = {row.address: row.history.text(node.now) for row in facts.backends if row.history is not None}
     failed |= {row.address: row.state for row in node.ejections if row.service in names}
+    failed = {end: how for end, how in failed.items() if end not in node.own_failures or how.startswith("ejected")}
     if failed:
         out = any(how.startswith("ejected") for how in (*failed.values(), *(str(row.state) for row in facts.backends)))
         over = bool(facts.tried) and not out and all(each.outcome in ANSWERED for each in facts.tried)
@@ -805,7 +804,9 @@ def _connections(facts: ServiceFacts, node: NodeFacts) -> Iterator[Finding]:
         lost, direct, through = by_others
     served = bool(through) and all(map(is_good, through))
     explained = {each.port for each in (*_failing(direct), *dead)}  # a service port cannot be better than its backends
-    bad = [each for each in _failing(through) if each.port not in explained]
+    accepts = node.programmed.keys() == {"userspace"}  # whatever its backends do: silence is of the way to it
+    shut = [each for each in through if accepts and each.protocol == "TCP" and each.outcome in LOST]
+    bad = [each for each in _failing(through) if each.port not in explained or each in shut]
     ends = {each.end for each in lost if each.outcome != "stalled"}  # without a rule, MTUs are likelier
     for failed in filter(None, (lost or bad, lost_on_the_way(direct, "node"))):
         yield from (found := list(_on_the_way(facts, node, failed, lost=failed is not bad, served=served)))
@@ -828,7 +829,7 @@ def _connections(facts: ServiceFacts, node: NodeFacts) -> Iterator[Finding]:
     yield from _slow(direct)
     if bad:
         good = _good_words([each for each in direct if each.port == bad[0].port])
-        text = f"every backend {good}, but {_end(bad[0])} {_words(bad[0])} {_from(bad)}"
+        text = f"every backend {good}, but " * (bad[0] not in shut) + f"{_end(bad[0])} {_words(bad[0])} {_from(bad)}"
         todo = f"`hybrid-proxy trace {_packets(bad[0])}` follows a connection of this client, point by point"
         yield Finding("problem", "service address", text, todo, "service-path", _is_sure(bad, facts))
     elif served:
@@ -1066,7 +1067,6 @@ def _of_backends(direct: Sequence[Tried], facts: ServiceFacts, node: NodeFacts) 
     by_end: dict[tuple[str, str], list[Tried]] = {}
     for each in direct:
         by_end.setdefault(each.end, []).append(each)
-    failed = _failing(facts.tried)
     kinds: dict[tuple[str, str], list[Tried]] = {}  # by protocol and outcome: one of each backend
     for (_, protocol), tried in by_end.items():
         worst = next(iter(_failing(tried)), tried[0])
@@ -1080,7 +1080,9 @@ def _of_backends(direct: Sequence[Tried], facts: ServiceFacts, node: NodeFacts) 
         where = f" {_from(failing)}" if failing else ""
         stays = _sticky(each, facts, node) if failing else ""
         sure = _is_sure(worsts, facts)
-        well: Mark = "warning" if len(targets) < total and any(one.via == "backend" for one in failed) else "ok"
+        well: Mark = (
+            "warning" if len(targets) < total and any(one.via == "backend" for one in _failing(facts.tried)) else "ok"
+        )
         match outcome:
             case "refused":
                 numbers = sorted({_end(one).rpartition(":")[2] for one in worsts})

@@ -100,6 +100,7 @@ class NodeFacts(msgspec.Struct, kw_only=True, frozen=True):
     down: tuple[PodLink, ...] = ()
     beside: tuple[str, ...] = ()  # hooks where foreign programs run before or after ours
     events: tuple[PacketEvent, ...] = ()  # drops, rejects and failures of backends, of the last minutes
+    own_failures: frozenset[str | None] = frozenset()  # backends where connections of doctor failed, and no client's
     changes: tuple[ChangeRow, ...] = ()  # of the last hour, the oldest first
     held: frozenset[str] = frozenset()  # the commands that add what addresses and routes there are
     missing: tuple[str, ...] = ()  # commands for addresses and routes that it had in that hour, or has otherwise now

@@ -47,6 +47,7 @@ def at_node(asked: Agent, cgroup: str | None) -> Node:
     here, unread = (None, "permission denied") if denied else _read(asked.programmed)
     rows = [row for one in (here.by_mode() if here else ()) for row in _read(one.services)[0] or ()]
     events, events_unknown = (None, unread) if denied else _read(asked.events)
+    failed = {(row.backend, row.by_doctor) for row in events or () if row.what == "fail"}
     table, rules, interfaces = conntrack.fill(), () if denied else read_rules()[0], links.read_node()
     changes = last_changes(asked.admin_socket, time.time())
     gone = dict.fromkeys(row.what.split("`")[1] for row in changes if row.what.endswith(GONE))
@@ -88,6 +89,7 @@ def at_node(asked: Agent, cgroup: str | None) -> Node:
         held=interfaces.held,
         missing=missing,
         cut=tuple(each.name for each in interfaces.interfaces if not each.up and each.name in lost_by),
+        own_failures=frozenset(each for each, by_doctor in failed if by_doctor and (each, False) not in failed),
         events=recent(row for row in events or () if not row.by_doctor),
         events_unknown=events_unknown,
     )

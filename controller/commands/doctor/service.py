@@ -92,11 +92,10 @@ def _with_connections(args: argparse.Namespace, services: Sequence[ServiceFacts]
     clients: dict[str, namespaces.Pod] = {}  # by the service that was asked about
     attempts: dict[Attempt, None] = {}
     for facts in services:
-        origins = [Origin("node", "", own, source)]
         ranked = _ranked(pods, facts, source)
         chosen = [Origin("pod", pod.path, pod.addresses, source) for pod in ranked[:2]]
+        origins = [Origin("node", "", own, source), *chosen[:1]]
         if ranked:
-            origins.append(chosen[0])
             clients[facts.asked] = ranked[0]
         served = msgspec.structs.replace(facts, ports=tuple(port for port in facts.ports if port.name not in idle))
         mine = _attempts(args, served, origins, chosen[1:]) if len(attempts) < MOST_ATTEMPTS else []
@@ -131,13 +130,12 @@ def _with_connections(args: argparse.Namespace, services: Sequence[ServiceFacts]
         rows = [tried[attempt] for attempt in mine]
         names = {port.name for port in facts.ports}
         rows += [again[each] for each in second if each.service_port in names]
-        repeated = tuple(row for each, row in syns.items() if each.service_port in names)
         found.append(
             msgspec.structs.replace(
                 facts,
                 live=_live(args, facts, node, pods, own),
                 tried=tuple(rows),
-                repeated=repeated,
+                repeated=tuple(row for each, row in syns.items() if each.service_port in names),
                 own=tuple(own),
                 links=tuple(
                     msgspec.structs.replace(after[pod], drops=max(0, after[pod].drops - link.drops))
