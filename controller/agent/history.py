@@ -11,6 +11,7 @@ import os
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Final
@@ -169,7 +170,7 @@ class History:
                 break
             was, new = before.services.get(name, ()), table.services.get(name, ())
             by = word or ADDRESSES * (name in left)
-            for row in change_of(name, was, new, now, by, objects.get(name, (None, None)), ends(name)):
+            for row in change_of(name, was, new, now, by, objects.get(name, (None, None)), partial(ends, name)):
                 self._add(row)
                 found.append(row)
         return found

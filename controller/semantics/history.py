@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Final, Literal
 
 import msgspec
@@ -121,12 +121,12 @@ def folded(rows: Iterable[ChangeRow]) -> list[ChangeRow]:
 
 def change_of(
     name: str, before: tuple[Entry, ...], after: tuple[Entry, ...], at: float, by: str,
-    objects: tuple[Service | None, Service | None] = (None, None), there: Collection[str] = (),
+    objects: tuple[Service | None, Service | None] = (None, None), there: Callable[[], Collection[str]] = tuple,
 ) -> list[ChangeRow]:  # fmt: skip
     """Returns a row for each thing that is different about a Service in two tables, in order.
 
     `by` is a cause that its own objects are not; `objects` are the Service as the API had it, and as it has it; `there`
-    are the endpoints that its slices name now, ready or not.
+    returns the endpoints that its slices name now, ready or not.
     """
 
     def row(what: str, source: str, ready: Collection[str] = (), gone: Collection[str] = ()) -> ChangeRow:
@@ -146,7 +146,8 @@ def change_of(
     (was, had), (now, has) = _endpoints(before), _endpoints(after)
     if (was, had) != (now, has) and by != ADDRESSES:  # an address that is not served any more had endpoints
         rows += [row(what, "EndpointSlice") for what in _moved(before, after)]
-        for what, gone in ((NOT_READY, (had - has).intersection(there)), ("", (had - has).difference(there))):
+        named = there() if had - has else ()  # the slices are not read for what only became ready
+        for what, gone in ((NOT_READY, (had - has).intersection(named)), ("", (had - has).difference(named))):
             rows += [row(what, "EndpointSlice", gone=gone)] * bool(gone)
         rows += [row(LEFT_OUT, "EndpointSlice", gone=was & has - now)] * bool(was & has - now)
         rows += [row(LEFT_OUT, "EndpointSlice", ready=has - had - now)] * bool(has - had - now)

@@ -115,7 +115,7 @@ def test_rows_tell_what_distinguishes_two_tables(
 
 
 def test_an_endpoint_that_its_slice_still_names_is_not_ready() -> None:
-    rows = change_of(NAME, entries(A, B, C), entries(A), NOW, "", there={A, B})
+    rows = change_of(NAME, entries(A, B, C), entries(A), NOW, "", there=lambda: {A, B})
     assert [row.text for row in rows] == [f"not ready: {B}", f"removed: {C}"]
 
 
