@@ -1071,6 +1071,7 @@ def _of_backends(direct: Sequence[Tried], facts: ServiceFacts, node: NodeFacts) 
     for (_, protocol), tried in by_end.items():
         worst = next(iter(_failing(tried)), tried[0])
         kinds.setdefault((protocol, worst.outcome), []).append(worst)
+    some_fail = any(one.via == "backend" for one in _failing(facts.tried))
     for (protocol, outcome), worsts in kinds.items():
         each, ends = worsts[0], {one.end for one in worsts}
         targets = [" on ".join(filter(None, (_end(one), facts.table.elsewhere.get(_host(one))))) for one in worsts]
@@ -1080,9 +1081,7 @@ def _of_backends(direct: Sequence[Tried], facts: ServiceFacts, node: NodeFacts) 
         where = f" {_from(failing)}" if failing else ""
         stays = _sticky(each, facts, node) if failing else ""
         sure = _is_sure(worsts, facts)
-        well: Mark = (
-            "warning" if len(targets) < total and any(one.via == "backend" for one in _failing(facts.tried)) else "ok"
-        )
+        well: Mark = "warning" if len(targets) < total and some_fail else "ok"
         match outcome:
             case "refused":
                 numbers = sorted({_end(one).rpartition(":")[2] for one in worsts})
