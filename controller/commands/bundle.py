@@ -119,12 +119,9 @@ def run(args: argparse.Namespace) -> int:
     sizes = {name: len(content) for name, content in sorted(contents.items())}
     made = Bundle(str(path), size, sizes, missing, round(time.monotonic() - began, 1))
     amount = f"{size / 1e6:.1f} MB" if size >= 1e6 else f"{size / 1e3:.0f} kB"
-    print_answer(
-        args,
-        made,
-        f"{path}: {amount}, {len(sizes)} files, without tokens, keys and certificates.",
-        "It has addresses and names of this cluster: look into it before you give it away.",
-    )
+    without = f"{path}: {amount}, {len(sizes)} files, without tokens, keys and certificates."
+    within = "It has addresses and names of this cluster: look into it before you give it away."
+    print_answer(args, made, without, within)
     for name, why in missing.items() if args.output == "text" else ():
         remark(f"  not in it: {name}: {why}")
     return 0

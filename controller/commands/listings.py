@@ -163,7 +163,7 @@ def _connect(counts: TrafficCounts) -> str | None:
 
 
 def _answered(row: ServiceRow | BackendRow) -> str | None:
-    """Of the TCP connections; what is lacking are those that failed, whoever gave up, and those that open now."""
+    """Returns how many TCP connections a backend accepted; the others failed, or are not open yet."""
     return str(row.traffic.answered) if row.traffic and row.protocol == "TCP" else None
 
 
