@@ -333,7 +333,7 @@ has, but something is wrong), or NOT IN SYNC. The lines below say what is wrong,
 
 examples:
   hybrid-proxy status              a verdict, what is wrong, the mode and its hooks
-  hybrid-proxy status -o wide      the same, how full each table is, and its memory
+  hybrid-proxy status -o wide      the same, all counters in words, how full each table is, and its memory
   hybrid-proxy status --exit-code  for scripts: exit code 1 if the node is not in sync
   hybrid-proxy status -o json
 """

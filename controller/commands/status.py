@@ -12,7 +12,7 @@ from hybrid_proxy.controller.commands.columns import Screen, painted
 from hybrid_proxy.controller.commands.troubles import SEE_FAILURES, Trouble, Verdict, missing, troubles
 from hybrid_proxy.controller.serving import protocol as p
 from hybrid_proxy.controller.text import printable
-from hybrid_proxy.dataplane.modes.ebpf.maps.reasons import WORDS, kind_of
+from hybrid_proxy.dataplane.modes.ebpf.maps.reasons import WORDS, WORKS
 from hybrid_proxy.dataplane.reports import EbpfStatus, Status, age, ago, clock, several, start_lines
 
 LATE: Final = 90.0  # seconds after which a stream is late: bookmarks come once a minute
@@ -47,7 +47,7 @@ def _other_lines(status: p.AgentStatus, found: Sequence[Trouble], now: float, *,
     yield ""
     yield from _agent_lines(status)
     for left in status.draining:
-        yield from _draining_lines(left, now)
+        yield from _draining_lines(left, now, wide=wide)
     known = "no service table yet" if status.starting else several(status.services, "service")
     yield from _source_lines(status.source, known, now)
     yield from _configuration_lines(status.configuration)
@@ -137,7 +137,7 @@ def _latency_text(change: p.ChangeLatency) -> str:
     return f"; a change takes effect in {1000 * change.p50:.1f} ms (p50), {1000 * change.p99:.1f} ms (p99)"
 
 
-def _draining_lines(left: p.DrainingMode, now: float) -> Iterator[str]:
+def _draining_lines(left: p.DrainingMode, now: float, *, wide: bool) -> Iterator[str]:
     listed = f"; `hybrid-proxy flows --mode {left.mode}` lists them" if left.quiet else ""
     since = f"{age(left.seconds)}, since {clock(now - left.seconds)}"
     yield f"mode {left.mode} drains for {since}: {left.text}{listed}"
@@ -145,7 +145,7 @@ def _draining_lines(left: p.DrainingMode, now: float) -> Iterator[str]:
         idle = "" if row.idle is None else f"idle for {row.idle} s: "
         yield f"  {idle}{row.protocol} {row.client} -> {row.frontend}, backend {row.backend}, of {row.service or '-'}"
     if any(left.counters.values()):
-        yield from (f"  {line}" for line in _event_lines(left.counters))
+        yield from (f"  {line}" for line in _event_lines(left.counters, wide=wide))
 
 
 def _source_lines(source: p.SourceStatus, known: str, now: float) -> Iterator[str]:
@@ -178,7 +178,7 @@ def _dataplane_lines(dataplane: Status, *, wide: bool) -> Iterator[str]:
         yield "backends: not watched in this mode; `hybrid-proxy doctor -n NAMESPACE` asks them"
     if dataplane.slow_starts:
         yield f"slow start: {several(dataplane.slow_starts, 'backend')} without the whole share of new connections yet"
-    yield from _event_lines(dataplane.counters)
+    yield from _event_lines(dataplane.counters, wide=wide)
     for warning in dataplane.warnings:
         yield f"note: {warning}"
     if wide and dataplane.fill:
@@ -189,10 +189,10 @@ def _dataplane_lines(dataplane: Status, *, wide: bool) -> Iterator[str]:
         yield from _memory_lines(ebpf)
 
 
-def _event_lines(counters: Mapping[str, int]) -> Iterator[str]:
-    """The counters by their names, then in words those of packets and connections that failed."""
+def _event_lines(counters: Mapping[str, int], *, wide: bool) -> Iterator[str]:
+    """The counters of what works by their names (`wide`: in words), then in words all others."""
     shown = {name: value for name, value in counters.items() if value}
-    worded = [name for name in shown if kind_of(name) != "note" and name in WORDS]
+    worded = [name for name in shown if name in WORDS and (wide or name not in WORKS)]
     named = ", ".join(f"{name} {value}" for name, value in shown.items() if name not in worded)
     yield f"events: {named or 'none yet' * (not worded)}".rstrip()
     yield from (f"  {shown[name]} x {WORDS[name]} ({name})" for name in worded)

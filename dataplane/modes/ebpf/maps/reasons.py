@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Final, Literal
 
-WORDS: Final = {
-    # What works
+WORKS: Final = {
     "new_flow": "a flow to a backend was created",
     "dnat": "a packet was translated to its flow's backend",
     "reply": "a reply was translated back to the service address",
@@ -22,6 +21,9 @@ WORDS: Final = {
     "socket_localhost": "a socket of this node was connected to a node port at 127.0.0.1 or ::1",
     "too_big": "an ICMP packet-too-big was sent",
     "ttl_expired": "an ICMP time-exceeded was sent",
+}
+WORDS: Final = {
+    **WORKS,
     # What took another way
     "slot_retry": "a slot range changed while a program read it, and the program read it again",
     "slot_lost": "a slot range changed again while a program read it again",
