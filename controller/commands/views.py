@@ -326,10 +326,10 @@ def remembered_events(admin_socket: str, error: UnansweredError) -> tuple[list[s
     memory = recall(memory_path(admin_socket))
     events = list(memory.events) if memory else []
     names = set(memory.names.values()) if memory else set[str]()
-    for _, view in left_here(None, memory):
+    for mode, view in left_here(None, memory):
         with contextlib.closing(view):
             names |= {row.name for row in view.services() if row.name}
-            events += view.unread_events()
+            events += [msgspec.structs.replace(row, mode=mode) for row in view.unread_events()]
     events = [row for row in events if row.what != "trace"]
     return sorted(names), events, unanswered(admin_socket, memory, error)
 

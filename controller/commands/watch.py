@@ -182,7 +182,8 @@ LIKELY: Final = [
 
 _DROPS: Final = """
 The programs report up to 100 packets per second and CPU to the agent, which keeps the last 1,000 events, also of what
-doctor tries. `status` and the metric hybrid_proxy_events_total count all. docs/counters.md explains the reasons.
+doctor tries. The last 200 outlive it; where it is killed, without those of its last five seconds. `status` and the
+metric hybrid_proxy_events_total count all. docs/counters.md explains the reasons.
 Without an agent, the command shows what the last one wrote down, and what the programs have reported since.
 
 verdicts:

@@ -182,6 +182,7 @@ def test_a_killed_agent_forgets_nothing(bench: Bench, mode: str) -> None:
     if mode == "ebpf":
         bench.refusal("pod1", web, V4, port=4445)
         assert refused_ports(bench, web) == {4444, 4445}, "before it was killed, and since"
+        assert {row["mode"] for row in said(bench, "drops")} == {mode}, "refusals of one kind would have two lines"
         bench.agent.start()
         eventually(lambda: refused_ports(bench, web) == {4444, 4445}, 5, "the next agent does not know them")
 
