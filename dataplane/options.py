@@ -14,13 +14,15 @@ from hybrid_proxy.dataplane.balancing import SCHEDULERS
 from hybrid_proxy.dataplane.settings import (
     BOOLEAN,
     CIDRS,
+    EBPF_MODE,
+    FAILING,
     FOLDER,
     IPVS_MODE,
-    NODE,
     PATTERNS,
     PORTS,
     REOPENS,
     RESTART,
+    ROOM,
     Section,
     choice,
     define,
@@ -40,7 +42,9 @@ _NOT_IN_PODS: Final = (
 # The annotations of settings that one mode alone has.
 of_ipvs: Final = partial(define, effect=REOPENS, group=IPVS_MODE, mode="ipvs")
 of_nftables: Final = partial(define, effect=REOPENS, mode="nftables")
-_ebpf: Final = partial(define, effect=REOPENS, group=NODE, mode="ebpf")
+_ebpf: Final = partial(define, effect=REOPENS, group=EBPF_MODE, mode="ebpf")
+_failing: Final = partial(_ebpf, group=FAILING)
+_room: Final = partial(_ebpf, effect=RESTART, group=ROOM)
 
 
 # Every setting has one shape: name and type, description, form, flag and effect, default.
@@ -48,15 +52,15 @@ _ebpf: Final = partial(define, effect=REOPENS, group=NODE, mode="ebpf")
 class FailoverOptions(Section, frozen=True):
     """Backends that fail (mode ebpf)."""
 
-    failures: Annotated[int, _ebpf(
+    failures: Annotated[int, _failing(
         "Eject a backend for a while after this many consecutive connections that it did not answer or refused; "
         "0: never", integer(0, 1_000_000), "failover-failures"
     )] = 3
-    percentage: Annotated[int, _ebpf(
+    percentage: Annotated[int, _failing(
         "Eject a backend for a while when this percentage of its connections fails within ten seconds, and twice that "
         "of the other backends; 0: never", integer(0, 100), "failover-percentage"
     )] = 20
-    connections: Annotated[int, _ebpf(
+    connections: Annotated[int, _failing(
         "A backend with fewer connections in that time is not ejected for their percentage", integer(1, 1_000_000),
         "failover-connections"
     )] = 20
@@ -65,14 +69,14 @@ class FailoverOptions(Section, frozen=True):
 class ProbeOptions(Section, frozen=True):
     """Probes of backends of services with annotation hybrid-proxy.io/probe (mode ebpf)."""
 
-    interval: Annotated[float, _ebpf(
+    interval: Annotated[float, _failing(
         "Time between two health probes of a backend, of services with the annotation hybrid-proxy.io/probe; at "
         "least 100ms", seconds(0.1), "probe-interval"
     )] = 5.0
-    timeout: Annotated[float, _ebpf(
+    timeout: Annotated[float, _failing(
         "How long a health probe waits for its answer; at least 10ms", seconds(0.01), "probe-timeout"
     )] = 1.0
-    failures: Annotated[int, _ebpf(
+    failures: Annotated[int, _failing(
         "Eject a backend after this many failed health probes in a row, until one succeeds", integer(1, 1000),
         "probe-failures"
     )] = 3
@@ -81,26 +85,26 @@ class ProbeOptions(Section, frozen=True):
 class Limits(Section, frozen=True):
     """Room in the maps (mode ebpf)."""
 
-    services: Annotated[int, _ebpf(
+    services: Annotated[int, _room(
         f"Maps grow up to this many service ports; at least {FIRST_SIZES['services']:,}, with which they begin",
-        integer(FIRST_SIZES["services"], 1 << 24), "max-services", effect=RESTART
+        integer(FIRST_SIZES["services"], 1 << 24), "max-services"
     )] = 65_536
-    backends: Annotated[int, _ebpf(
+    backends: Annotated[int, _room(
         f"Maps grow up to this many backends; at least {FIRST_SIZES['backends']:,}, with which they begin",
-        integer(FIRST_SIZES["backends"], 1 << 24), "max-backends", effect=RESTART
+        integer(FIRST_SIZES["backends"], 1 << 24), "max-backends"
     )] = 1 << 20
-    slots: Annotated[int, _ebpf(
+    slots: Annotated[int, _room(
         f"Maps grow up to this many slots, the places in backend sets; at least {FIRST_SIZES['slots']:,}, with which "
         "they begin",
-        integer(FIRST_SIZES["slots"], 1 << 28), "max-slots", effect=RESTART
+        integer(FIRST_SIZES["slots"], 1 << 28), "max-slots"
     )] = 1 << 22
-    ring: Annotated[int, _ebpf(
+    ring: Annotated[int, _room(
         "Slots that Maglev, source hash, weights and least connections may use for one service port; use the "
-        "same value on all nodes", integer(1, 65_521), "max-ring", effect=RESTART
+        "same value on all nodes", integer(1, 65_521), "max-ring"
     )] = 16_381
-    flows: Annotated[int, _ebpf(
+    flows: Annotated[int, _room(
         "Entries of the tables of flows, two for each flow, in each address family; 0: by the node's memory, one for "
-        "each 48 KiB, a power of two from 65,536 to 1,048,576", integer(0, 1 << 26), "max-flows", effect=RESTART
+        "each 48 KiB, a power of two from 65,536 to 1,048,576", integer(0, 1 << 26), "max-flows"
     )] = 0
 
 

@@ -62,6 +62,9 @@ _NAMES: Final[dict[Any, str]] = {
 
 # Sections of `--help`.
 NODE: Final = "how the node is programmed"
+EBPF_MODE: Final = "mode ebpf: what it is attached to, and what it does with packets"
+FAILING: Final = "mode ebpf: backends that fail"
+ROOM: Final = "mode ebpf: room in its maps"
 IPVS_MODE: Final = "mode ipvs (kube-proxy's names and defaults)"
 MORE: Final = "more of kube-proxy's flags, for its manifests"
 

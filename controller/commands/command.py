@@ -248,8 +248,9 @@ def add_admin(parser: argparse._ActionsContainer) -> None:
 
 def add_folders(parser: argparse._ActionsContainer) -> None:
     """Add the folders in which the agent's objects are found without an agent."""
-    add_flag(parser, "cgroup")
-    add_flag(parser, "pin-root")
+    group = parser.add_argument_group("mode ebpf")
+    add_flag(group, "cgroup")
+    add_flag(group, "pin-root")
 
 
 def add_config(group: argparse._ActionsContainer) -> None:

@@ -19,7 +19,7 @@ from hybrid_proxy.controller.commands.command import Command, add_admin, add_con
 from hybrid_proxy.controller.commands.terminal import print_value, remark, say
 from hybrid_proxy.controller.errors import ConfigError, ControllerError
 from hybrid_proxy.controller.settings.config import Config, from_flags
-from hybrid_proxy.controller.settings.documents import SERVICES
+from hybrid_proxy.controller.settings.documents import SERVICES, THIS_NODE
 from hybrid_proxy.controller.settings.given import add_flags
 
 if TYPE_CHECKING:
@@ -299,7 +299,7 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("-v", "--verbose", action="store_true", help="with --live: every step of the program")
     add_admin(group)
     add_config(group)
-    add_flags(parser, SERVICES)
+    add_flags(parser, THIS_NODE, SERVICES)
     add_output(parser)
 
 

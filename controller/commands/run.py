@@ -10,9 +10,9 @@ from typing import Final
 from hybrid_proxy.controller.commands.command import Command, add_admin, add_config, add_folders, seconds
 from hybrid_proxy.controller.redact import redact
 from hybrid_proxy.controller.settings.config import from_flags
-from hybrid_proxy.controller.settings.documents import FILES, LOG, SERVERS, SERVICES, SOURCES
+from hybrid_proxy.controller.settings.documents import FILES, LOG, SERVERS, SERVICES, SOURCES, THIS_NODE
 from hybrid_proxy.controller.settings.given import add_flag, add_flags, add_removed_flags
-from hybrid_proxy.dataplane.settings import IPVS_MODE, MORE, NODE
+from hybrid_proxy.dataplane.settings import EBPF_MODE, FAILING, IPVS_MODE, MORE, NODE, ROOM
 
 _RUN: Final = """
 examples:
@@ -40,12 +40,13 @@ examples:
 
 
 def _run_arguments(parser: argparse.ArgumentParser) -> None:
+    add_flags(parser, SOURCES, THIS_NODE, NODE)
     group = parser.add_argument_group(FILES)
     add_config(group)
     group.add_argument("--write-config-to", metavar="FILE", help="write the configuration in effect there, and exit")
     add_flag(group, "cleanup")
     add_flag(group, "init-only")
-    add_flags(parser, SOURCES, SERVICES, NODE, IPVS_MODE, SERVERS, MORE, LOG)
+    add_flags(parser, SERVICES, SERVERS, LOG, EBPF_MODE, FAILING, ROOM, IPVS_MODE, MORE)
     add_removed_flags(parser)
 
 

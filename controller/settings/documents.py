@@ -65,6 +65,7 @@ KUBE_PROXYS_MODES: Final = ("iptables", "ipvs", "nftables")
 
 FILES: Final = "configuration files (docs/configuration.md)"
 SOURCES: Final = "where the objects come from (default: the cluster's API server)"
+THIS_NODE: Final = "this node and its pods (kube-proxy's names and defaults)"
 SERVICES: Final = "what a Service means on this node (kube-proxy's names and defaults)"
 SERVERS: Final = "where the agent listens"
 LOG: Final = "log"
@@ -240,11 +241,11 @@ class DetectLocal(Section, frozen=True):
     """Names for detectLocalMode."""
 
     bridge_interface: Annotated[str, define(
-        "The pods' bridge, for BridgeInterface", INTERFACE, "pod-bridge-interface", REOPENS, SERVICES
+        "The pods' bridge, for BridgeInterface", INTERFACE, "pod-bridge-interface", REOPENS, THIS_NODE
     )] = ""
     interface_name_prefix: Annotated[str, define(
         "The prefix of pod interfaces' names, for InterfaceNamePrefix", INTERFACE._replace(metavar="PREFIX"),
-        "pod-interface-name-prefix", REOPENS, SERVICES
+        "pod-interface-name-prefix", REOPENS, THIS_NODE
     )] = ""
 
 
@@ -301,11 +302,11 @@ class KubeProxyConfiguration(Section, frozen=True):
     logging: Logging = Logging()
     hostname_override: Annotated[str, define(
         "This node's name, as in its Node object (default: the host name in lower case)", NODE_NAME,
-        "hostname-override", RESTART, SERVICES
+        "hostname-override", RESTART, THIS_NODE
     )] = ""
     bind_address: Annotated[str, define(
         "Use this as the node's IP instead of the Node object's; nothing is bound to it. With an IPv6 address, the "
-        "defaults of the next two are `[::]:10256` and `[::1]:10249`", ADDRESS, "bind-address", group=SERVICES,
+        "defaults of the next two are `[::]:10256` and `[::1]:10249`", ADDRESS, "bind-address", group=THIS_NODE,
         help="use this as the node's IP instead of the Node object's; nothing is bound to it", zero=True
     )] = "0.0.0.0"  # noqa: S104 (kube-proxy's default)
     healthz_bind_address: Annotated[Endpoint | None, define(
@@ -339,12 +340,12 @@ class KubeProxyConfiguration(Section, frozen=True):
     winkernel: Winkernel = Winkernel()
     detect_local_mode: Annotated[DetectLocalMode, define(
         "How pods are recognized: by `ClusterCIDR`, `NodeCIDR`, `BridgeInterface` or `InterfaceNamePrefix`",
-        known(DetectLocalMode, "MODE"), "detect-local-mode", REOPENS, SERVICES, zero=True
+        known(DetectLocalMode, "MODE"), "detect-local-mode", REOPENS, THIS_NODE, zero=True
     )] = _SETTINGS.detect
     detect_local: DetectLocal = DetectLocal()
     cluster_cidr: Annotated[tuple[str, ...], define(
         "The pods' range, or one of each family with a comma; without it nothing is recognized as a pod", CIDR_PAIR,
-        "cluster-cidr", group=SERVICES
+        "cluster-cidr", group=THIS_NODE
     )] = msgspec.field(default=(), name="clusterCIDR")
     node_port_addresses: Annotated[tuple[str, ...], define(
         "The node's addresses that serve node ports: CIDRs, `primary`, `all` and `localhost` (127.0.0.1 and ::1, for "
@@ -414,7 +415,7 @@ class HybridProxyConfiguration(Section, frozen=True):
     )] = ""
     node_addresses: Annotated[tuple[str, ...], define(
         "All addresses on the node's interfaces (default: `run` reads the interfaces, `explain` uses the Node "
-        "object's)", ADDRESSES, "node-addresses", RESTART, SERVICES
+        "object's)", ADDRESSES, "node-addresses", RESTART, THIS_NODE
     )] = ()
     admin_socket: Annotated[str, define(
         "Where the agent listens for commands", TEXT._replace(metavar="PATH"), "admin-socket", RESTART, SERVERS

@@ -245,18 +245,17 @@ def _flags() -> dict[str, Row]:
 
 
 def _help(row: Row) -> str:
-    """The description, with the mode that alone has the setting before it and the default behind it."""
+    """The description, with the default behind it."""
     setting = row.setting
     if setting.unused:
         return "checked, and has no effect here"
     text = setting.help or setting.text
-    start = text[0].lower() + text[1:] if text.partition(" ")[0].isalpha() and text[1].islower() else text
-    mode = f"mode {setting.mode}: " if setting.mode == "ebpf" else ""
+    start = text[0].lower() + text[1:] if text.partition(" ")[0].isalpha() and not text[1].isupper() else text
     default = row.written_default
     shown = (
         "" if isinstance(default, bool) or default in ("", [], {}) or "(default" in text else f" (default: {default})"
     )
-    return f"{mode}{start}{shown}".replace("`", "").replace("%", "%%")
+    return f"{start}{shown}".replace("`", "").replace("%", "%%")
 
 
 def _flag_of(row: Row) -> str:

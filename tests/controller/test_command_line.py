@@ -7,6 +7,7 @@ import re
 import pytest
 
 from hybrid_proxy.controller import __version__, cli
+from hybrid_proxy.controller.settings.documents import rows
 
 # fmt: off
 WRONG = (
@@ -93,6 +94,22 @@ def test_help_begins_with_what_needs_no_file_that_an_installation_lacks() -> Non
     begin = cli.parser().format_help().partition("start here:\n")[2].partition("\n\n")[0]
     assert len(_commands(begin)) == 4
     assert "./" not in begin
+
+
+def test_the_help_of_run_has_first_what_most_nodes_need() -> None:
+    sections = re.split(r"^(\S.*):$", cli.commands_of(cli.parser("run"))["run"].format_help(), flags=re.MULTILINE)
+    flags = {
+        name: re.findall(r"^  (?:-v N, )?(--[\w-]+)", text, re.MULTILINE)
+        for name, text in zip(sections[1::2], sections[2::2], strict=True)
+    }
+    first = [flag for name in list(flags)[1:4] for flag in flags[name]]
+    assert {"--kubeconfig", "--manifests", "--hostname-override", "--cluster-cidr", "--proxy-mode"} <= {*first}
+    assert len(first) < 20
+    ours = [row.setting for row in rows() if row.setting.mode == "ebpf" and row.setting.flag]
+    under = {flag[2:]: name for name in flags for flag in flags[name]}
+    assert ours
+    assert all(under[setting.flag].startswith("mode ebpf") for setting in ours)
+    assert len(flags) > 10, "few sections, which nobody reads as a whole"
 
 
 def test_the_help_of_top_explains_its_percentile() -> None:
