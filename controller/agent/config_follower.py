@@ -13,16 +13,19 @@ from hybrid_proxy.controller.serving.protocol import ConfigurationStatus
 from hybrid_proxy.dataplane.reports import some
 
 if TYPE_CHECKING:
-    from hybrid_proxy.controller.settings.config import Config
-    from hybrid_proxy.controller.settings.configfile import Change, Loaded
+    from hybrid_proxy.controller.settings.config import Config, Loaded
+    from hybrid_proxy.controller.settings.configfile import Change
 
 log = logging.getLogger(__name__)
 
 
 class Followed(NamedTuple):
-    """A configuration file whose changes are applied: its path, the flags given with it, and its former content."""
+    """A configuration file whose changes are applied: its path, the flags given with it, and its former content.
 
-    path: Path
+    Without a path there are only flags, and nothing changes.
+    """
+
+    path: Path | None
     flags: Mapping[str, Any]
     loaded: Loaded
 
@@ -30,31 +33,22 @@ class Followed(NamedTuple):
 class ConfigFollower:
     """Applies changes of one agent's file, if it has one.
 
-    `in_effect` is called by any thread, everything else by the loop.
-
-    Args:
-        followed: the file; None: there are only flags, and nothing changes.
-        flags: all flags.
+    `in_effect` is called by any thread, everything else by the loop. `file` is its path; empty: there is none.
     """
 
-    def __init__(self, followed: Followed | None, flags: Mapping[str, Any]) -> None:
+    def __init__(self, followed: Followed) -> None:
         self._followed = followed
-        self._flags = flags
+        self.file = str(followed.path or "")
         self.refused = ""  # why the newest content is not used
         self._waiting: tuple[str, ...] = ()
 
-    @property
-    def file(self) -> str:
-        """The path of the file; empty: there is none."""
-        return str(self._followed.path) if self._followed else ""
-
     def start(self, report: Callable[[Loaded | ConfigError], None], stop: threading.Event) -> None:
         """Report each change of the file, from a thread, until `stop` is set."""
-        if self._followed is None:
+        path, flags, loaded = self._followed
+        if path is None:
             return
         from hybrid_proxy.controller.settings.configfile import follow
 
-        path, flags, loaded = self._followed
         arguments = path, flags, loaded.content, report, stop
         threading.Thread(target=follow, args=arguments, name="config", daemon=True).start()
 
@@ -62,7 +56,6 @@ class ConfigFollower:
         """Returns what the changed file means; None: it cannot be used, and the reason is logged."""
         from hybrid_proxy.controller.settings.configfile import change
 
-        assert self._followed is not None
         try:
             if isinstance(found, ConfigError):
                 raise found
@@ -76,15 +69,13 @@ class ConfigFollower:
             log.warning("%s", warning)
         if proposed.waiting:
             log.warning(
-                "%s changed; these wait for the next start of the agent: %s", self._followed.path,
-                ", ".join(proposed.waiting),
+                "%s changed; these wait for the next start of the agent: %s", self.file, ", ".join(proposed.waiting),
             )  # fmt: skip
         return proposed
 
     def accept(self, proposed: Change) -> None:
-        assert self._followed is not None
         self._followed = self._followed._replace(loaded=proposed.now)
-        log.info("%s changed; applied: %s", self._followed.path, ", ".join(proposed.applied) or "nothing")
+        log.info("%s changed; applied: %s", self.file, ", ".join(proposed.applied) or "nothing")
 
     def refuse(self, error: Exception) -> None:
         """Note that no mode can serve with the new configuration."""
@@ -92,9 +83,9 @@ class ConfigFollower:
 
     def in_effect(self) -> list[dict[str, Any]]:
         """The configuration in effect, as documents."""
-        from hybrid_proxy.controller.settings.configfile import in_effect, of_flags
+        from hybrid_proxy.controller.settings.configfile import in_effect
 
-        return in_effect(self._followed.loaded if self._followed else of_flags(self._flags))
+        return in_effect(self._followed.loaded)
 
     def status(self, config: Config) -> ConfigurationStatus:
         """Returns what is in effect, what waits for the next start, and why the newest content is refused."""

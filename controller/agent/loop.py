@@ -12,11 +12,9 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
 
 from msgspec.structs import replace
 
@@ -60,7 +58,7 @@ from hybrid_proxy.controller.serving.protocol import (
     Switch,
     SwitchAnswer,
 )
-from hybrid_proxy.controller.settings.config import Config, available_modes, needs_reopening
+from hybrid_proxy.controller.settings.config import Config, Loaded, available_modes, needs_reopening
 from hybrid_proxy.dataplane.errors import DataplaneError, Unsupported
 from hybrid_proxy.dataplane.kernel import conntrack, sysctl
 from hybrid_proxy.dataplane.kernel.lock import hold_netns
@@ -68,9 +66,6 @@ from hybrid_proxy.dataplane.kernel.roles import Roles
 from hybrid_proxy.dataplane.netfilter import refuse_full_conntrack
 from hybrid_proxy.dataplane.reports import FORWARDING, several
 from hybrid_proxy.dataplane.timings import START
-
-if TYPE_CHECKING:
-    from hybrid_proxy.controller.settings.configfile import Loaded
 
 log = logging.getLogger(__name__)
 
@@ -82,12 +77,13 @@ HTTP_SECONDS = 1.0  # after which health and metrics are served, if the first ta
 Job = Callable[[], int | None]  # what another thread wants the loop to do; an exit code ends the agent
 
 
-def run(config: Config, followed: Followed | None = None, flags: Mapping[str, Any] = MappingProxyType({})) -> int:
+def run(followed: Followed) -> int:
     """Serve until SIGTERM or SIGINT; the exit code."""
+    config = followed.loaded.config
     start_logging(config)
     for warning in config.warnings:
         log.warning("%s", warning)
-    agent = Agent(config, followed, flags)
+    agent = Agent(followed)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(
             number, lambda got, _: agent.queue.put(partial(agent.end, f"it was stopped by {signal.Signals(got).name}"))
@@ -142,7 +138,8 @@ class _Signal:
 class Agent:
     """The parts of a running agent and its loop; only `run`'s thread touches it."""
 
-    def __init__(self, config: Config, followed: Followed | None, flags: Mapping[str, Any]) -> None:
+    def __init__(self, followed: Followed) -> None:
+        config = followed.loaded.config
         node_name = config.settings.node_name
         families = (4, 6) if Path("/proc/thread-self/net/if_inet6").exists() else (4,)
         self.queue: EventQueue[Job] = EventQueue()
@@ -150,7 +147,7 @@ class Agent:
         self.history = History(changes_path(config.hybrid.admin_socket))
         self.events = Recorder(self.source.connection, node_name, remember=self.history.event)
         self.health = Health(2 * config.options.sync_seconds, families, needs_node=self.source.connection is not None)
-        self.follower = ConfigFollower(followed, flags)
+        self.follower = ConfigFollower(followed)
         path, counters = memory_path(config.hybrid.admin_socket), Counters(time.time(), families)
         former = recall(path)
         if former is not None and former.ended is None:
@@ -178,7 +175,7 @@ class Agent:
             table=lambda: self.syncer.builder.table,
         )
         self.http = HttpHandlers(
-            config, self.health, counters, self._ask, self.follower.in_effect, flags, self.events,
+            config, self.health, counters, self._ask, self.follower.in_effect, followed.flags, self.events,
             partial(self._fail, "cannot serve HTTP"),
         )  # fmt: skip
         self.answers = Answers(

@@ -18,7 +18,7 @@ import msgspec
 from hybrid_proxy.controller.commands.command import Command, add_admin, add_config, add_output, pod_address
 from hybrid_proxy.controller.commands.terminal import print_value, remark, say
 from hybrid_proxy.controller.errors import ConfigError, ControllerError
-from hybrid_proxy.controller.settings.config import Config, from_flags
+from hybrid_proxy.controller.settings.config import Config, of_flags
 from hybrid_proxy.controller.settings.documents import SERVICES, THIS_NODE
 from hybrid_proxy.controller.settings.given import add_flags
 
@@ -39,7 +39,7 @@ def show(args: argparse.Namespace) -> int:
 
         config = load(Path(args.config), flags).config
     else:
-        config = from_flags(flags)
+        config = of_flags(flags).config
     if bool(args.flows) == bool(args.source or args.target):
         raise ConfigError("which packets? use --from and --to for one, or --flows for many")
     if not args.flows and not (args.source and args.target):

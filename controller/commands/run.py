@@ -9,7 +9,7 @@ from typing import Final
 
 from hybrid_proxy.controller.commands.command import Command, add_admin, add_config, add_folders, seconds
 from hybrid_proxy.controller.redact import redact
-from hybrid_proxy.controller.settings.config import from_flags
+from hybrid_proxy.controller.settings.config import of_flags
 from hybrid_proxy.controller.settings.documents import FILES, LOG, SERVERS, SERVICES, SOURCES, THIS_NODE
 from hybrid_proxy.controller.settings.given import add_flag, add_flags, add_removed_flags
 from hybrid_proxy.dataplane.settings import EBPF_MODE, FAILING, IPVS_MODE, MORE, NODE, ROOM
@@ -51,20 +51,22 @@ def _run_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _run(args: argparse.Namespace) -> int:
-    flags = vars(args)
-    loaded = None
-    if args.config or args.write_config_to:  # otherwise nothing of documents and YAML is needed
-        from hybrid_proxy.controller.settings import configfile
+    flags, path = vars(args), Path(args.config) if args.config else None
+    if path:  # otherwise nothing of documents and YAML is needed
+        from hybrid_proxy.controller.settings.configfile import load
 
-        loaded = configfile.load(Path(args.config), flags) if args.config else configfile.of_flags(flags)
-        if args.write_config_to:
-            from hybrid_proxy.controller.commands.terminal import remark
+        loaded = load(path, flags)
+    else:
+        loaded = of_flags(flags)
+    config = loaded.config
+    if args.write_config_to:
+        from hybrid_proxy.controller.commands.terminal import remark
+        from hybrid_proxy.controller.settings.configfile import write
 
-            for warning in loaded.config.warnings:
-                remark(redact(f"warning: {warning}"))
-            configfile.write(Path(args.write_config_to), loaded)
-            return 0
-    config = loaded.config if loaded else from_flags(flags)
+        for warning in config.warnings:
+            remark(redact(f"warning: {warning}"))
+        write(Path(args.write_config_to), loaded)
+        return 0
     if config.task == "serve":
         from hybrid_proxy.controller.agent.process import begin_fast
 
@@ -79,13 +81,11 @@ def _run(args: argparse.Namespace) -> int:
     from hybrid_proxy.dataplane.timings import START
 
     START.imported()
-    followed = Followed(Path(args.config), flags, loaded) if loaded else None
-
     if config.task == "cleanup":
         return cleanup(config)
     if config.task == "prepare":
         return loop.prepare_node(config)
-    return loop.run(config, followed, flags)
+    return loop.run(Followed(path, flags, loaded))
 
 
 def _cleanup_arguments(parser: argparse.ArgumentParser) -> None:
@@ -102,7 +102,7 @@ def _cleanup_arguments(parser: argparse.ArgumentParser) -> None:
 def _cleanup(args: argparse.Namespace) -> int:
     from hybrid_proxy.controller.agent.cleanup import cleanup
 
-    return cleanup(from_flags(vars(args)), args.drain)
+    return cleanup(of_flags(vars(args)).config, args.drain)
 
 
 RUN: Final = Command(_run_arguments, _run, _RUN, "[--manifests PATH | --kubeconfig FILE] [flags]")

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from difflib import get_close_matches
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import msgspec
 
@@ -99,7 +99,15 @@ def available_modes() -> tuple[str, ...]:
     return (*(mode for mode in MODES if mode in found), *sorted(found.difference(MODES)))
 
 
-def from_flags(flags: Mapping[str, Any]) -> Config:
+class Loaded(NamedTuple):
+    """A configuration, and what it was made of; `content` is that of the file."""
+
+    config: Config
+    given: Given
+    content: bytes = b""
+
+
+def of_flags(flags: Mapping[str, Any]) -> Loaded:
     """The configuration of flags alone, as `vars()` of argparse's namespace has them.
 
     Raises:
@@ -107,7 +115,7 @@ def from_flags(flags: Mapping[str, Any]) -> Config:
     """
     given = Given()
     given.take_flags(flags)
-    return resolve(given)
+    return Loaded(resolve(given), given)
 
 
 def resolve(given: Given) -> Config:

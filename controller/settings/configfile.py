@@ -24,7 +24,7 @@ from hybrid_proxy.controller.errors import ConfigError
 from hybrid_proxy.controller.kubernetes.changes import ticks
 from hybrid_proxy.controller.kubernetes.files import head
 from hybrid_proxy.controller.kubernetes.yamldoc import Document, NotYamlError, documents
-from hybrid_proxy.controller.settings.config import Config, resolve
+from hybrid_proxy.controller.settings.config import Loaded, resolve
 from hybrid_proxy.controller.settings.documents import DOCUMENTS, HYBRID, KUBE_PROXY, rows
 from hybrid_proxy.controller.settings.given import Given, shown
 from hybrid_proxy.dataplane.errors import told
@@ -34,14 +34,6 @@ POLL: Final = 1.0  # seconds between two reads of the file where changes are not
 PAUSE: Final = 0.03  # seconds
 _VERSION: Final = re.compile(r"(?P<group>[a-z0-9.]{1,63})/(?P<version>v[0-9]{1,3}((alpha|beta)[0-9]{1,3})?)")
 _MAX_FILE: Final = 1 << 20  # bytes; the API's limit for a ConfigMap
-
-
-class Loaded(NamedTuple):
-    """A configuration, and what it was made of."""
-
-    config: Config
-    given: Given
-    content: bytes = b""
 
 
 class Change(NamedTuple):
@@ -84,12 +76,6 @@ def read(content: bytes, name: str, flags: Mapping[str, Any]) -> Loaded:
             given.excuse()
     given.take_flags(flags)
     return Loaded(resolve(given), given, content)
-
-
-def of_flags(flags: Mapping[str, Any]) -> Loaded:
-    given = Given()
-    given.take_flags(flags)
-    return Loaded(resolve(given), given)
 
 
 def _documents_of(content: bytes, given: Given) -> dict[str, dict[str, Any]]:

@@ -15,7 +15,7 @@ from hybrid_proxy.controller.kubernetes.manifests import load
 from hybrid_proxy.controller.kubernetes.model import KINDS
 from hybrid_proxy.controller.semantics.cluster import Cluster
 from hybrid_proxy.controller.semantics.tables import Builder
-from hybrid_proxy.controller.settings.config import from_flags
+from hybrid_proxy.controller.settings.config import of_flags
 from hybrid_proxy.dataplane.table import ServiceTable
 from hybrid_proxy.workshop.lab.agent import Agent
 from hybrid_proxy.workshop.lab.network import Place
@@ -147,7 +147,7 @@ def _end(bench: Bench, words: str) -> End:
 
 def table_of(bench: Bench, agent: Agent) -> ServiceTable:
     """What the agent must have made of its manifests, made here by the same pure code from the same flags."""
-    settings = from_flags(vars(parser().parse_args(agent.argv[3:]))).settings
+    settings = of_flags(vars(parser().parse_args(agent.argv[3:]))).config.settings
     cluster = Cluster(settings.node_name, KINDS)
     for event in load(agent.manifests):
         cluster.apply(event)

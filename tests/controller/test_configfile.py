@@ -23,8 +23,8 @@ from hybrid_proxy.controller.agent.node_setup import conntrack_limit, conntrack_
 from hybrid_proxy.controller.errors import ConfigError
 from hybrid_proxy.controller.semantics.entries import DetectLocalMode
 from hybrid_proxy.controller.settings import config
-from hybrid_proxy.controller.settings.config import Config, Endpoint, from_flags, needs_reopening
-from hybrid_proxy.controller.settings.configfile import Loaded, change, follow, load, of_flags, read, text, write
+from hybrid_proxy.controller.settings.config import Config, Endpoint, Loaded, needs_reopening, of_flags
+from hybrid_proxy.controller.settings.configfile import change, follow, load, read, text, write
 from hybrid_proxy.controller.settings.documents import (
     DOCUMENTS,
     HYBRID,
@@ -56,7 +56,7 @@ def flags(*arguments: str) -> dict[str, Any]:
 
 def of_text(typed: str) -> Config:
     """The configuration of flags; their values may hold spaces."""
-    return from_flags(flags(*typed.replace(" --", "\n--").split("\n")))
+    return of_flags(flags(*typed.replace(" --", "\n--").split("\n"))).config
 
 
 def loaded(content: str | bytes, *arguments: str) -> Loaded:
@@ -96,7 +96,7 @@ def each(table: Iterable[tuple[Any, ...]], check: Callable[..., None]) -> None:
 class TestTheirFiles:
     def test_what_kube_proxy_writes_by_default(self):
         config = load(FOLDER / "defaulted-1.36.yaml", flags()).config
-        assert plain(config) == plain(from_flags({}))
+        assert plain(config) == plain(of_flags({}).config)
         assert config.warnings == ()
 
     def test_kubeadms_zeros_are_defaults(self):
@@ -104,7 +104,7 @@ class TestTheirFiles:
         assert config.warnings == ()
         expected = flags("--hostname-override=node-1", "--kubeconfig=/var/lib/kube-proxy/kubeconfig.conf",
                          "--cluster-cidr=10.244.0.0/16,fd00:10:244::/56")  # fmt: skip
-        assert plain(config) == plain(from_flags(expected))
+        assert plain(config) == plain(of_flags(expected).config)
 
     def test_a_managed_clouds_config_map(self):
         config = load(FOLDER / "eks.yaml", flags("--v=2", "--hostname-override=ip-10-0-0-1")).config
@@ -165,10 +165,10 @@ class TestTheirFiles:
         ],
     )
     def test_flags_that_manifests_pass(self, arguments: str):
-        assert from_flags(flags(*arguments.split())).warnings == ()
+        assert of_flags(flags(*arguments.split())).config.warnings == ()
 
     def test_flags_of_old_manifests_are_reported(self):
-        config = from_flags(flags("--logtostderr=true", "--alsologtostderr", "--masquerade-all"))
+        config = of_flags(flags("--logtostderr=true", "--alsologtostderr", "--masquerade-all")).config
         assert [warning.split(":")[0] for warning in config.warnings] == ["--alsologtostderr", "--logtostderr"]
         assert config.settings.masquerade_all
 
@@ -415,7 +415,7 @@ class TestFields:
             assert dig(found, where) == expected != dig(before, where)
             assert found.warnings == ()
             if row.setting.flag:
-                assert plain(from_flags(flags(*needed, as_flag(row, value)))) == plain(found)
+                assert plain(of_flags(flags(*needed, as_flag(row, value))).config) == plain(found)
             if row.setting.effect != RESTART:
                 assert needs_reopening(before, found) == (row.setting.effect == REOPENS)
 
@@ -790,7 +790,7 @@ class TestFlagsBesideAFile:
     def test_periods_without_a_file_are_of_the_mode(self):
         common = ("--iptables-sync-period=1m", "--ipvs-sync-period=2m", "--iptables-min-sync-period=5s")
         for mode, seconds, rest in (("auto", 60, 5), ("nftables", 60, 5), ("ipvs", 120, 0)):
-            config = from_flags(flags(*common, f"--proxy-mode={mode}"))
+            config = of_flags(flags(*common, f"--proxy-mode={mode}")).config
             assert (config.options.sync_seconds, config.min_sync_seconds) == (seconds, rest)
 
 
@@ -815,7 +815,7 @@ class TestWritten:
     def test_flags_become_a_file_that_means_the_same(self, arguments: str, tmp_path: Path):
         typed = flags(*arguments.split())
         write(tmp_path / "out.yaml", of_flags(typed))
-        assert plain(load(tmp_path / "out.yaml", flags()).config) == plain(from_flags(typed))
+        assert plain(load(tmp_path / "out.yaml", flags()).config) == plain(of_flags(typed).config)
 
     def test_the_command(self, tmp_path: Path, capsys):
         out = tmp_path / "out.yaml"

@@ -27,7 +27,7 @@ from hybrid_proxy.controller.commands.doctor.command import lines
 from hybrid_proxy.controller.commands.doctor.facts import Finding
 from hybrid_proxy.controller.semantics.explain import Packet, Verdict
 from hybrid_proxy.controller.serving.protocol import AgentStatus
-from hybrid_proxy.controller.settings.config import from_flags
+from hybrid_proxy.controller.settings.config import of_flags
 from hybrid_proxy.controller.text import printable, printable_json
 from tests.controller.test_status_text import NOW, STATUS
 
@@ -166,7 +166,7 @@ def test_a_line_of_the_log_is_one_line_with_its_date() -> None:
     before = root.handlers[:], root.level, hybrid.level
     try:
         with captured() as written:
-            start_logging(from_flags({"mode": "nftables"}))
+            start_logging(of_flags({"mode": "nftables"}).config)
             hybrid.warning("refused: %s", EVIL)
             try:
                 int(EVIL)

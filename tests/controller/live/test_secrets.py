@@ -27,7 +27,7 @@ from hybrid_proxy.controller.kubernetes.connection import Connection
 from hybrid_proxy.controller.kubernetes.events import Recorder
 from hybrid_proxy.controller.redact import REMOVED, hold, redact
 from hybrid_proxy.controller.serving.memory import memory_path
-from hybrid_proxy.controller.settings.config import from_flags
+from hybrid_proxy.controller.settings.config import of_flags
 from hybrid_proxy.workshop.lab.apiserver import ApiServer
 from hybrid_proxy.workshop.lab.network import Lab
 from tests.controller.credentials import exec_user, kubeconfig, program, says
@@ -256,7 +256,7 @@ def test_a_traceback_in_the_log_has_no_secret(capsys: pytest.CaptureFixture[str]
     root = logging.getLogger()
     before = root.handlers[:], root.level
     try:
-        start_logging(from_flags({}))
+        start_logging(of_flags({}).config)
         logging.getLogger("hybrid_proxy").error("odd: %s", error, exc_info=error)
     finally:
         root.handlers[:], root.level = before
