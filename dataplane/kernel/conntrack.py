@@ -41,7 +41,7 @@ CTA_ID, CTA_ZONE, CTA_FILTER, CTA_STATUS_MASK = 12, 18, 25, 26  # the last: Linu
 CTA_TUPLE_IP, CTA_TUPLE_PROTO = 1, 2
 CTA_PROTO_NUM, CTA_PROTO_SRC_PORT, CTA_PROTO_DST_PORT = 1, 2, 3
 CTA_FILTER_ORIG_FLAGS: Final = 1
-FILTER_PROTO_NUM: Final = 1 << 3  # CTA_FILTER_F_CTA_PROTO_NUM, net/netfilter/nf_internals.h (Linux 5.8)
+FILTER_PROTO_NUM: Final = 1 << 3  # CTA_FILTER_F_CTA_PROTO_NUM, net/netfilter/nf_internals.h
 PROTOINFO_KINDS: Final = {socket.IPPROTO_TCP: 1, socket.IPPROTO_SCTP: 3}
 PROTOINFO_STATE, PROTOINFO_TCP_FLAGS = 1, 4  # the latter: of the original direction
 TCP_BE_LIBERAL: Final = 1 << 3  # linux/netfilter/nf_conntrack_tcp.h
@@ -130,8 +130,7 @@ def forget_ended() -> int:
             ended = [
                 entry.body
                 for entry in dump(family, socket.IPPROTO_TCP)
-                if entry.protocol == socket.IPPROTO_TCP
-                and (entry.answerer, entry.answerer_port, entry.peer, entry.peer_port)
+                if (entry.answerer, entry.answerer_port, entry.peer, entry.peer_port)
                 != (entry.destination, entry.destination_port, entry.source, entry.source_port)
                 and stage_of(entry.protocol, fields(entry)) in CLOSING
             ]
@@ -382,7 +381,7 @@ def entries_of(connections: Iterable[Connection]) -> dict[Connection, bytes]:
                 entry.source, entry.source_port, entry.destination, entry.destination_port, entry.answerer,
                 entry.answerer_port,
             )  # fmt: skip
-            if entry.protocol == protocol and ends in by_ends and _state(entry) != "closed":
+            if ends in by_ends and _state(entry) != "closed":
                 found[by_ends[ends]] = entry.body
     return found
 
@@ -510,7 +509,7 @@ def fields(entry: Entry) -> dict[int, bytes]:
 
 def _stale(family: int, wanted: set[bytes], judge: Judge) -> Iterator[bytes]:
     for entry in dump(family, socket.IPPROTO_UDP):
-        if entry.protocol == socket.IPPROTO_UDP and entry.destination + entry.destination_port in wanted:
+        if entry.destination + entry.destination_port in wanted:
             destination = unpacked(entry.destination, entry.destination_port)
             if judge.stale(destination, unpacked(entry.answerer, entry.answerer_port)):
                 yield entry.body
@@ -519,7 +518,7 @@ def _stale(family: int, wanted: set[bytes], judge: Judge) -> Iterator[bytes]:
 def _unanswered(family: int, protocol: int, places: Collection[Place]) -> Iterator[bytes]:
     """Yields connections to these places that are neither translated nor answered."""
     for entry in dump(family, protocol, status=NOT_ANSWERED):
-        if entry.protocol != protocol or _is_translated(entry) or _status(entry) & IPS_SEEN_REPLY:
+        if _is_translated(entry) or _status(entry) & IPS_SEEN_REPLY:
             continue
         if (*unpacked(entry.destination, entry.destination_port), protocol) in places:
             yield entry.body
@@ -566,8 +565,8 @@ def _deletion(entry: bytes) -> nl.Message:
 def dump(family: int, protocol: int | None = None, *, status: Status | None = None) -> Iterator[Entry]:
     """Yields the entries of one family, of one protocol, with these bits (IPS_) in their status.
 
-    A kernel before 5.8 does not filter by the protocol, one before 5.17 not by the status: the caller has to. Where
-    connection tracking is not loaded there are none, and it stays so: a request would load it.
+    A kernel before 5.17 does not filter by the status: the caller has to. Where connection tracking is not loaded there
+    are none, and it stays so: a request would load it.
     """
     if MODULE.parent.exists() and not MODULE.exists():
         return

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping
@@ -137,7 +136,7 @@ class Ipvs(NetfilterMode):
         return f"IPv{entry.family} does not work here: {self.kernel.tables.missing.get(entry.family, 'no iptables')}"
 
     def _settings(self) -> dict[str, str]:
-        wanted = writer.sysctls(self.options, os.uname().release, draining=self._left)
+        wanted = writer.sysctls(self.options, draining=self._left)
         return {name: value for name, value in wanted.items() if name not in self.unset}
 
     # Draining: the whole mode

@@ -6,7 +6,6 @@ import contextlib
 import errno
 import logging
 import os
-import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
@@ -307,8 +306,8 @@ def _clean_addresses(members: Mapping[str, Mapping[Element, Value]]) -> int:
     return removed
 
 
-def sysctls(options: Options, release: str, *, draining: bool = False) -> dict[str, str]:
-    """Returns the settings that the mode needs (row 4.19). `release` is the kernel's, as uname(2) has it."""
+def sysctls(options: Options, *, draining: bool) -> dict[str, str]:
+    """Returns the settings that the mode needs (row 4.19)."""
     wanted = {
         "net/ipv4/ip_forward": "1",
         "net/ipv4/vs/conntrack": "1",
@@ -316,11 +315,6 @@ def sysctls(options: Options, release: str, *, draining: bool = False) -> dict[s
         "net/ipv4/vs/expire_nodest_conn": "0" if draining else "1",
         "net/ipv4/vs/expire_quiescent_template": "1",
     }
-    # Before Linux 5.9 (f0a5e4d7a594) a client port that is used again waits a second when conntrack is on. Only
-    # the version distinguishes the two kinds of kernel.
-    numbers = [int(number) for number in re.findall(r"\d+", release)[:2]]
-    if numbers < [5, 9]:
-        wanted["net/ipv4/vs/conn_reuse_mode"] = "0"
     if options.ipvs.strict_arp:
         wanted |= {"net/ipv4/conf/all/arp_ignore": "1", "net/ipv4/conf/all/arp_announce": "2"}
     return wanted
