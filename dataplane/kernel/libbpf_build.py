@@ -1,4 +1,4 @@
-"""Builds `dataplane.kernel._libbpf`: what we call of libbpf, and the system call itself, for cffi's ABI mode.
+"""Builds `dataplane.kernel._libbpf`: what we call of libbpf, for cffi's ABI mode.
 
 The declarations are parsed when the package is built, and by `make bpf` when they have changed since. A process that
 parses them itself needs pycparser for that: 1 MB and 50 ms of imports, with those of `bpf/abi.h`.
@@ -102,7 +102,6 @@ builder.cdef(  # of types, bpf/btf.h and linux/btf.h
     struct btf_type { uint32_t name_off; uint32_t info; uint32_t size_or_type; };
     struct btf_member { uint32_t name_off; uint32_t type; uint32_t offset; };
     struct btf_enum { uint32_t name_off; int32_t val; };
-    struct btf_param { uint32_t name_off; uint32_t type; };
     struct btf_array { uint32_t type; uint32_t index_type; uint32_t nelems; };
     struct btf *btf__parse(const char *path, void *ext);
     struct btf *bpf_object__btf(const struct bpf_object *);
@@ -113,7 +112,6 @@ builder.cdef(  # of types, bpf/btf.h and linux/btf.h
     const char *btf__name_by_offset(const struct btf *, uint32_t offset);
     """
 )
-builder.cdef("long syscall(long number, ...);")
 builder.set_source("hybrid_proxy.dataplane.kernel._libbpf", None)
 
 if __name__ == "__main__":
