@@ -39,7 +39,7 @@ class Cluster:
         self._node_name = node_name
         self._shares = shares
         self._moved: dict[str, model.Service] = {}
-        self._ceded: set[str] = set()  # of these
+        self.ceded: set[str] = set()  # of these, those of which new flows are the other proxy's alone
         self._awaited = set(kinds)
         self._services: dict[str, model.Service] = {}
         self._former: dict[str, model.Service] = {}  # that were changed, as they were at the last `take_former`
@@ -51,7 +51,7 @@ class Cluster:
         self._unread: dict[str, str] = {}
         self._cidrs: dict[str, model.ServiceCIDR] = {}
         self._problems: dict[tuple[str, str], model.Problem] = {}
-        self._complaints: dict[tuple[str, str], model.Problem] = {}  # of objects that were accepted all the same
+        self.complaints: dict[tuple[str, str], model.Problem] = {}  # about parts of objects of which the rest is in use
         self._dirty: set[str] | None = None  # None: everything, before the first call
         self.source_state: model.SourceState | None = None
 
@@ -113,14 +113,10 @@ class Cluster:
         """Returns the Service of this name, or its last state if it moved."""
         return self._services.get(name) or self._moved.get(name)
 
-    def is_ceded(self, service: str) -> bool:
-        """True if new flows of a Service that moved are the other proxy's alone."""
-        return service in self._ceded
-
     def cede(self, services: Iterable[str]) -> bool:
         """Serve no new flows of these Services any more, if they moved. True: the table may differ."""
-        new = {name for name in services if name in self._moved} - self._ceded
-        self._ceded |= new
+        new = {name for name in services if name in self._moved} - self.ceded
+        self.ceded |= new
         for name in new:
             self._mark_dirty(name)
         return bool(new)
@@ -168,12 +164,7 @@ class Cluster:
 
         It includes complaints about objects of which the rest is in use.
         """
-        return MappingProxyType(self._complaints | self._problems)
-
-    @property
-    def complaints(self) -> Mapping[tuple[str, str], model.Problem]:
-        """Complaints about objects of which the rest is in use."""
-        return MappingProxyType(self._complaints)
+        return MappingProxyType(self.complaints | self._problems)
 
     # One object
 
@@ -223,9 +214,9 @@ class Cluster:
         if complaints:
             rest = "what is wrong is left out" if in_use else "nothing of it is served"
             message = f"{kind} {key}: {'; '.join(complaints)}; {rest}"
-            self._complaints[kind, key] = model.Problem(kind, key, message, in_use=in_use)
-        elif self._complaints:
-            self._complaints.pop((kind, key), None)
+            self.complaints[kind, key] = model.Problem(kind, key, message, in_use=in_use)
+        elif self.complaints:
+            self.complaints.pop((kind, key), None)
 
     def _put_node(self, node: model.Node) -> bool:
         if node.name != self._node_name:
@@ -270,7 +261,7 @@ class Cluster:
 
     def _forget_moved(self, service: str) -> None:
         self._moved.pop(service, None)
-        self._ceded.discard(service)
+        self.ceded.discard(service)
 
     def _mark_dirty(self, service: str) -> bool:
         """Mark a Service dirty if it is known: a slice without its Service means nothing until that arrives."""

@@ -35,12 +35,21 @@ _T = TypeVar("_T")
 
 
 class Builder:
-    """Builds table after table from one cluster; keeps the state between them."""
+    """Builds table after table from one cluster; keeps the state between them.
+
+    Attributes:
+        table: The last one.
+        node_port_faults: Ranges of node ports that match no address of this node.
+        health_checks: Service -> its health-check node port, of the last table; the very same object when none changed.
+        external_ips: Service -> the decision on its external IPs; likewise.
+    """
 
     def __init__(self, settings: Settings) -> None:
-        self.node_port_faults: tuple[str, ...] = ()  # ranges of node ports that match no address of this node
+        self.table = EMPTY
+        self.node_port_faults: tuple[str, ...] = ()
+        self.health_checks: Mapping[str, HealthCheck] = MappingProxyType({})
+        self.external_ips: Mapping[str, ExternalIPs] = MappingProxyType({})
         self._settings = settings
-        self._table = EMPTY
         self._services = Shards[Entries]()
         self._claims = _Claims()
         self._lacks = KnownLacks()
@@ -49,41 +58,25 @@ class Builder:
         self._basis: object = None
         self._own: frozenset[str] = frozenset()  # addresses on this node's interfaces
         self._left: Mapping[str, str] = MappingProxyType({})
-        self._checks: Mapping[str, HealthCheck] = MappingProxyType({})
-        self._external_ips: Mapping[str, ExternalIPs] = MappingProxyType({})
 
     def update_settings(self, settings: Settings) -> None:
         """Use these settings from the next table on; services that they do not change stay the same objects."""
         self._settings, self._asked, self._basis = settings, None, None
 
     @property
-    def health_checks(self) -> Mapping[str, HealthCheck]:
-        """Service -> its health-check node port, of the last table; the very same object when none changed."""
-        return self._checks
-
-    @property
     def health_addresses(self) -> tuple[str, ...]:
         """The addresses of health-check node ports."""
-        return health_addresses(self._settings, self._table.node)
-
-    @property
-    def table(self) -> ServiceTable:
-        return self._table
+        return health_addresses(self._settings, self.table.node)
 
     @property
     def lacks(self) -> list[Lack]:
         """Service ports of the newest table that have no backend on this node."""
-        return self._lacks.of(self._table)
+        return self._lacks.of(self.table)
 
     @property
     def conflicts(self) -> Mapping[str, Mapping[str, str]]:
         """Service -> messages about its frontends that another service has -> that service."""
         return MappingProxyType(self._claims.lost)
-
-    @property
-    def external_ips(self) -> Mapping[str, ExternalIPs]:
-        """Service -> the decision on its external IPs; the very same object when none changed."""
-        return self._external_ips
 
     def node_faults(self, cluster: Cluster, *, needs_node: bool) -> tuple[str, ...]:
         """Describes what is missing or wrong about this node; `needs_node`: it has a Node object."""
@@ -93,7 +86,7 @@ class Builder:
             return self.node_port_faults
         problem = cluster.problems.get(("Node", self._settings.node_name))
         unread = cluster.unread("Node") or (problem.text if problem else "")
-        asked = self._settings, cluster.reported, unread, self._table.node, *self._asked
+        asked = self._settings, cluster.reported, unread, self.table.node, *self._asked
         if asked != self._faults[0]:  # it is asked every second
             self._faults = asked, tuple(node_faults(*asked))
         return self._faults[1]
@@ -114,15 +107,17 @@ class Builder:
         names: Collection[str]
         if dirty is None or basis != self._basis:
             # In one order, so that two agents with one cluster make one table.
-            names = sorted({*cluster.services, *self._claims.wanted, *self._external_ips})
+            names = sorted({*cluster.services, *self._claims.wanted, *self.external_ips})
         else:
             names = dirty
             if moved := self._own.symmetric_difference(network.addresses):
                 names |= {name for name, one in cluster.services.items() if not moved.isdisjoint(one.cluster_ips)}
         self._basis, self._own = basis, frozenset(network.addresses)
         services = cluster.services
-        self._checks = _updated(self._checks, names, lambda name: self._health_check(services.get(name), cluster))
-        self._external_ips = _updated(self._external_ips, names, lambda name: self._decide(services.get(name)))
+        self.health_checks = _updated(
+            self.health_checks, names, lambda name: self._health_check(services.get(name), cluster)
+        )
+        self.external_ips = _updated(self.external_ips, names, lambda name: self._decide(services.get(name)))
         changes = self._claims.update(cluster, {name: self._entries(cluster, name, network) for name in names})
         return self._next({name: self._without_own(name, granted) for name, granted in changes.items()}, network)
 
@@ -143,7 +138,7 @@ class Builder:
     def _network(self, cluster: Cluster, interface_addresses: tuple[str, ...], routes: Routes) -> NodeNetwork:
         asked = (cluster.node, interface_addresses, cluster.service_cidrs, routes)
         if asked == self._asked:
-            return self._table.node
+            return self.table.node
         network = node_network(self._settings, *asked)
         self.node_port_faults = tuple(node_port_faults(self._settings, network))
         self._asked = asked
@@ -165,19 +160,19 @@ class Builder:
         found = entries(
             service, cluster.slices_of(name), self._settings, cluster.node, network, self._claims.wanted.get(name, ())
         )
-        if not cluster.is_ceded(name):
+        if name not in cluster.ceded:
             return found
         # Without frontends no client finds them, and their backends still serve open flows.
         return tuple([_with_frontends(entry, []) for entry in found if entry.serving])
 
     def _next(self, wanted: Mapping[str, Entries], network: NodeNetwork) -> ServiceTable:
-        last = self._table
+        last = self.table
         changed = {name: new for name, new in wanted.items() if last.services.get(name, ()) != new}
-        ports = tuple(sorted({check.port for check in self._checks.values()}))
+        ports = tuple(sorted({check.port for check in self.health_checks.values()}))
         if not changed and (network, ports, self._left) == (last.node, last.health_ports, last.left_to_node):
             return last
         self._services = self._services.replaced(changed)
-        self._table = ServiceTable(
+        self.table = ServiceTable(
             services=self._services,
             node=network,
             generation=last.generation + 1,
@@ -186,7 +181,7 @@ class Builder:
             health_ports=ports,
             left_to_node=self._left,
         )
-        return self._table
+        return self.table
 
 
 def _updated(known: Mapping[str, _T], names: Iterable[str], decide: Callable[[str], _T | None]) -> Mapping[str, _T]:

@@ -167,18 +167,15 @@ class Given:
                 self.warnings.append(f"{problem.message}; {note}")
         return list(found)
 
-    def document(self, cls: type[T]) -> T:
-        """One document, or `CommandLine`, with the defaults of what is not given."""
-        return self._build(cls, f"{cls.__name__}.")
-
-    def _build(self, cls: type[T], prefix: str) -> T:
+    def document(self, cls: type[T], path: str = "") -> T:
+        """One document, or `CommandLine`, with the defaults of what is not given; or the object at a path in it."""
         values: dict[str, Any] = {}
         for field in msgspec.structs.fields(cls):
-            key = prefix + field.encode_name
+            key = f"{path or cls.__name__}.{field.encode_name}"
             if key in self.values:
                 values[field.name] = self.values[key]
             elif isinstance(field.type, type) and issubclass(field.type, msgspec.Struct):
-                values[field.name] = self._build(field.type, f"{key}.")
+                values[field.name] = self.document(field.type, key)
         return cls(**values)
 
 

@@ -345,14 +345,17 @@ class Ring:
 
 
 class Object:
-    """One compiled object: open, configure, load; then programs and maps by name."""
+    """One compiled object: open, configure, load; then programs and maps by name.
+
+    `declared` has each map as libbpf knows it, before load.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.handle = library().bpf_object__open_file(str(path).encode(), ffi.NULL)
         if self.handle == ffi.NULL:
             raise BpfError(f"opening {path}", ffi.errno)
-        self._maps = {ffi.string(library().bpf_map__name(m)).decode(): m for m in self._each("map")}
+        self.declared = {ffi.string(library().bpf_map__name(m)).decode(): m for m in self._each("map")}
         self._programs = {ffi.string(library().bpf_program__name(p)).decode(): p for p in self._each("program")}
         self._logs: dict[str, Any] = {}
         self._program_fds: dict[str, int] = {}
@@ -368,11 +371,7 @@ class Object:
     @property
     def map_names(self) -> list[str]:
         """The object's own maps, without those of the compiler (.rodata, .bss)."""
-        return [name for name in self._maps if "." not in name]
-
-    def declaration(self, name: str) -> Any:
-        """Returns a map as libbpf knows it, before load."""
-        return self._maps[name]
+        return [name for name in self.declared if "." not in name]
 
     @property
     def program_names(self) -> list[str]:
@@ -380,21 +379,21 @@ class Object:
 
     def constants(self, value: bytes) -> None:
         """Set the object's `const volatile` struct; the section holds nothing else before its end."""
-        for name, handle in self._maps.items():
+        for name, handle in self.declared.items():
             if name.endswith(".rodata"):
                 size = ffi.new("size_t *")
                 start = library().bpf_map__initial_value(handle, size)
                 ffi.memmove(start, value, min(len(value), size[0]))
 
     def resize(self, name: str, entries: int) -> None:
-        if name in self._maps:
-            check(library().bpf_map__set_max_entries(self._maps[name], entries), f"sizing map {name}")
+        if name in self.declared:
+            check(library().bpf_map__set_max_entries(self.declared[name], entries), f"sizing map {name}")
 
     def share(self, name: str, shared: Map) -> None:
         """Use an existing map for `name`, before load, and for the variable that stands for its only element."""
         for known in (name, f".data.{name}", f".bss.{name}"):
-            if known in self._maps:
-                check(library().bpf_map__reuse_fd(self._maps[known], shared.fd), f"sharing map {known}")
+            if known in self.declared:
+                check(library().bpf_map__reuse_fd(self.declared[known], shared.fd), f"sharing map {known}")
 
     def leave_out(self, program: str) -> None:
         check(library().bpf_program__set_autoload(self._programs[program], False), f"leaving out {program}")
@@ -425,7 +424,7 @@ class Object:
         """Close libbpf's copy of the object, some megabytes; loaded programs and maps live by their descriptors."""
         programs = ((name, library().bpf_program__fd(handle)) for name, handle in self._programs.items())
         self._program_fds = {name: os.dup(fd) for name, fd in programs if fd >= 0}
-        self._map_fds = {name: os.dup(library().bpf_map__fd(self._maps[name])) for name in self.map_names}
+        self._map_fds = {name: os.dup(library().bpf_map__fd(self.declared[name])) for name in self.map_names}
         library().bpf_object__close(self.handle)
         self.handle = ffi.NULL
 

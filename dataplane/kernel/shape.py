@@ -52,7 +52,7 @@ def declared(program: Object) -> dict[str, Shape]:
     types = library().bpf_object__btf(program.handle)
     found = {}
     for name in program.map_names:
-        known = program.declaration(name)
+        known = program.declared[name]
         kind, key, value, flags = (
             int(getattr(library(), f"bpf_map__{field}")(known))
             for field in ("type", "key_size", "value_size", "map_flags")

@@ -36,7 +36,7 @@ from hybrid_proxy.dataplane.modes.ebpf.maps import layout
 from hybrid_proxy.dataplane.modes.ebpf.maps.flow_tables import flow_arrays
 from hybrid_proxy.dataplane.modes.ebpf.maps.making import share, traffic_cpus
 from hybrid_proxy.dataplane.modes.ebpf.maps.mapset import MapSet
-from hybrid_proxy.dataplane.modes.ebpf.maps.node_maps import cidr_columns, set_elements
+from hybrid_proxy.dataplane.modes.ebpf.maps.node_maps import NO_SERVICE, cidr_columns, set_elements
 from hybrid_proxy.dataplane.modes.ebpf.services.store import Store
 from hybrid_proxy.dataplane.modes.ebpf.views import explanation
 from hybrid_proxy.dataplane.options import EbpfOptions, FlowTimeouts, Limits
@@ -321,7 +321,7 @@ class Bench:
     def allocate(self, net: Net, *others: str) -> None:
         """Let the node know the range of ClusterIPs, after other ones."""
         columns, beyond = cidr_columns((*others, net.service_cidr), net.family)
-        self.store.note_service_cidrs(net.family, beyond)
+        self.store.writer.source_ranges.allow(NO_SERVICE, net.family, beyond)
         self.node(**columns)
 
     def calm(self) -> None:

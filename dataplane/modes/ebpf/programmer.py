@@ -56,7 +56,7 @@ from hybrid_proxy.dataplane.modes.ebpf.hooks.fast_path import FastPath
 from hybrid_proxy.dataplane.modes.ebpf.hooks.interfaces import detach_everything
 from hybrid_proxy.dataplane.modes.ebpf.maps import layout, sizes
 from hybrid_proxy.dataplane.modes.ebpf.maps.mapset import MapSet, open_pinned_maps
-from hybrid_proxy.dataplane.modes.ebpf.maps.node_maps import node_columns
+from hybrid_proxy.dataplane.modes.ebpf.maps.node_maps import NO_SERVICE, node_columns
 from hybrid_proxy.dataplane.modes.ebpf.maps.orphans import collect, namespace_map, own_directory
 from hybrid_proxy.dataplane.modes.ebpf.maps.pins import folder_of, former_layouts, remove_pins
 from hybrid_proxy.dataplane.modes.ebpf.services import affinity
@@ -330,8 +330,8 @@ class Ebpf(Programmer):
         columns, others = node_columns(node)
         row = self.maps.view("node")
         row["cidr4_count"] = row["cidr6_count"] = 0  # while the CIDRs are written
-        for family, cidrs in others.items():
-            self.store.note_service_cidrs(family, cidrs)
+        for family, cidrs in others.items():  # those for which map `node` has no room
+            self.store.writer.source_ranges.allow(NO_SERVICE, family, cidrs)
         self.attachments.node_maps.write_row(columns)
         self.store.serve_node_ports_at(node.node_port_addresses, node.loopback)
 

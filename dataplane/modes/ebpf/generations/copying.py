@@ -74,7 +74,7 @@ class FlowTable:
         family: of the flows.
 
     Attributes:
-        left: how many rows cannot be expressed in our layout.
+        unsuitable: names of rows that cannot be expressed in our layout.
     """
 
     def __init__(self, former: Map, ours: Map, rows: Converter, reply: int = 0, dsr: int = 0, family: int = 0) -> None:
@@ -82,17 +82,12 @@ class FlowTable:
         self._converter = rows
         self._reply, self._dsr, self._family = reply, dsr, family
         self._rows = Rows(np.empty(0, rows.former[0]), np.empty(0, rows.former[1]))
-        self._unfit: set[int] = set()  # names of rows
-
-    @property
-    def left(self) -> int:
-        """The number of rows that cannot be expressed in our layout."""
-        return len(self._unfit)
+        self.unsuitable: set[int] = set()
 
     def _converted(self, rows: Rows, chosen: Any) -> tuple[NDArray[Any], NDArray[Any]]:
         """Converts these rows to our layout, without those that cannot be expressed in it."""
         keys, values, fit = self._converter.rows(rows.keys[chosen], rows.values[chosen])
-        self._unfit.update(rows.names[chosen][~fit].tolist())
+        self.unsuitable.update(rows.names[chosen][~fit].tolist())
         if self._reply and "tag" in (values.dtype.names or ()):
             values["tag"] = layout.flow_tags(keys, self._family)
         return keys, values
@@ -154,7 +149,7 @@ class FlowTable:
         """Returns how many flows were copied."""
         if not self._reply:
             return 0
-        return int(np.count_nonzero(self._rows.values["flags"] & self._reply == 0)) - self.left // 2
+        return int(np.count_nonzero(self._rows.values["flags"] & self._reply == 0)) - len(self.unsuitable) // 2
 
 
 class Rows:

@@ -108,14 +108,6 @@ class Loader:
         opened.constants(self._settings(larger, can_set_errno=can_set_errno, quiet=quiet))
         share(opened, {**self.maps, **(larger or {})})
 
-    def datapath(self, family: int, larger: Larger | None = None) -> Object:
-        """Loads the datapath of a family.
-
-        Raises:
-            BpfError: the kernel refuses it.
-        """
-        return self.one("tc_datapath", larger, only=DATAPATHS[family])
-
     def hurry(self) -> None:
         """Has all processors load from now on: the caller has nothing to do until then."""
         self._hurried.set()
@@ -141,7 +133,9 @@ class Loader:
 
         with ThreadPoolExecutor(1 if waits else 4, "load", _give_way if waits else begin) as threads:
             # What takes longest comes first.
-            datapaths = {n: threads.submit(self.datapath, n, larger) for n in sorted(DATAPATHS, reverse=True)}
+            datapaths = {
+                family: threads.submit(self.one, "tc_datapath", larger, only=DATAPATHS[family]) for family in (6, 4)
+            }
             sockets = threads.submit(self._sockets, larger)
             loading = {name: threads.submit(self.one, name, larger) for name in names}
             wait([*datapaths.values(), *loading.values()])

@@ -155,7 +155,8 @@ class Succession:
         started, self._datapath = time.monotonic(), datapath
         self._runner.run()
         if self._tables:
-            carried, lost = sum(table.flows() for table in self._tables), sum(table.left for table in self._tables) // 2
+            carried = sum(table.flows() for table in self._tables)
+            lost = sum(len(table.unsuitable) for table in self._tables) // 2
             log.info(
                 "%s carried over from the maps at %s, in %.0f ms%s",
                 several(carried, "flow was", "flows were"), self.former, 1000 * (time.monotonic() - started),

@@ -50,7 +50,8 @@ class SocketPrograms:
             return
         try:
             cgroup = cgroup_of_node(self.options.ebpf.cgroup)
-            self._attach(programs, cgroup)
+            for name in SOCKET_HOOKS:
+                self._run(name, programs.program(name), cgroup)
         except (BpfError, Unsupported, OSError) as error:
             if self.reason != str(error):
                 log.warning("the node's own sockets are not served: %s", error)
@@ -59,10 +60,6 @@ class SocketPrograms:
         if self.cgroup is None:
             log.info("serving the node's own sockets at cgroup %s", cgroup)
         self.cgroup, self.reason = cgroup, ""
-
-    def _attach(self, programs: Object, cgroup: Path) -> None:
-        for name in SOCKET_HOOKS:
-            self._run(name, programs.program(name), cgroup)
 
     def _run(self, name: str, program: int, cgroup: Path) -> None:
         try:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Container, Iterator
 from pathlib import Path
-from typing import NamedTuple
 
 from hybrid_proxy.dataplane.errors import DataplaneError
 from hybrid_proxy.dataplane.kernel import clsact
@@ -20,11 +19,6 @@ from hybrid_proxy.dataplane.kernel.host_paths import cgroup_of_node
 from hybrid_proxy.dataplane.kernel.links import read_node
 from hybrid_proxy.dataplane.modes.ebpf.hooks.cgroup import SOCKET_HOOKS
 from hybrid_proxy.dataplane.modes.ebpf.hooks.interfaces import HOOKS
-
-
-class _Program(NamedTuple):
-    name: str
-    ours: bool
 
 
 def describe_order(folder: Path, cgroup: str | None) -> Iterator[str]:
@@ -40,8 +34,7 @@ def describe_order(folder: Path, cgroup: str | None) -> Iterator[str]:
     ours = {number for path in folder.glob("link_*") if (number := _pinned_program(path))}
     for interface in read_node().interfaces:
         for direction, attach_type, ingress in HOOKS:
-            filters = [_Program(*one) for one in clsact.names(interface.index, ingress=ingress)]
-            programs = _attached(interface.index, attach_type, ours) + filters
+            programs = _attached(interface.index, attach_type, ours) + clsact.names(interface.index, ingress=ingress)
             yield from _described(f"{interface.name}, {direction}", programs)
     with contextlib.suppress(DataplaneError, OSError), opened_folder(cgroup_of_node(cgroup)) as target:
         for name, attach_type in SOCKET_HOOKS.items():
@@ -55,16 +48,17 @@ def _pinned_program(path: Path) -> int:
     return 0
 
 
-def _attached(target: int, attach_type: int, ours: Container[int]) -> list[_Program]:
-    return [_Program(program_name(number), number in ours) for number in programs_at(target, attach_type)]
+def _attached(target: int, attach_type: int, ours: Container[int]) -> list[tuple[str, bool]]:
+    """The names of the programs at a hook, and whether each is ours."""
+    return [(program_name(number), number in ours) for number in programs_at(target, attach_type)]
 
 
-def _described(where: str, programs: list[_Program]) -> Iterator[str]:
-    place = next((n for n, program in enumerate(programs) if program.ours), None)
+def _described(where: str, programs: list[tuple[str, bool]]) -> Iterator[str]:
+    place = next((number for number, (_, ours) in enumerate(programs) if ours), None)
     if place is None:
         return
-    before = [program.name for program in programs[:place]]
-    after = [program.name for program in programs[place:] if not program.ours]
+    before = [name for name, _ in programs[:place]]
+    after = [name for name, ours in programs[place:] if not ours]
     parts = [f"{', '.join(names)} {side} ours" for names, side in ((before, "before"), (after, "after")) if names]
     if parts:
         yield f"{where}: {'; '.join(parts)}"

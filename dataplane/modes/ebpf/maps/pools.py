@@ -29,24 +29,19 @@ class FullError(Exception):
 
 
 class IdPool:
-    """Allocates small numbers from 1 to `limit` - 1; 0 means none."""
+    """Allocates small numbers from 1 to `limit` - 1; 0 means none. `end` is above every number that was ever in use."""
 
     def __init__(self, limit: int, name: str, used: Iterable[int] = ()) -> None:
         self.limit = limit
         self.name = name
         taken = sorted(set(used))
-        self._next = taken[-1] + 1 if taken else 1
+        self.end = taken[-1] + 1 if taken else 1
         present = set(taken)
-        self._free: deque[int] = deque(i for i in range(1, self._next) if i not in present)
-
-    @property
-    def end(self) -> int:
-        """The first number above every number that was ever in use."""
-        return self._next
+        self._free: deque[int] = deque(i for i in range(1, self.end) if i not in present)
 
     @property
     def left(self) -> int:
-        return self.limit - self._next + len(self._free)
+        return self.limit - self.end + len(self._free)
 
     @property
     def used(self) -> int:
@@ -58,11 +53,11 @@ class IdPool:
         Raises:
             FullError: fewer are left.
         """
-        fresh = min(count, self.limit - self._next)
+        fresh = min(count, self.limit - self.end)
         if count - fresh > len(self._free):
             raise FullError(self.name, self.limit)
-        numbers = [*range(self._next, self._next + fresh)]
-        self._next += fresh
+        numbers = [*range(self.end, self.end + fresh)]
+        self.end += fresh
         if fresh < count:
             numbers += [self._free.popleft() for _ in range(count - fresh)]
         return numbers

@@ -15,7 +15,6 @@ from numpy.typing import NDArray
 from hybrid_proxy.dataplane.errors import DataplaneError
 from hybrid_proxy.dataplane.kernel.grace import wait_for_programs
 from hybrid_proxy.dataplane.modes.ebpf.maps.mapset import MapSet
-from hybrid_proxy.dataplane.modes.ebpf.maps.node_maps import NO_SERVICE
 from hybrid_proxy.dataplane.modes.ebpf.maps.pools import InUse
 from hybrid_proxy.dataplane.modes.ebpf.maps.traffic import FIELDS
 from hybrid_proxy.dataplane.modes.ebpf.services.adoption import Former
@@ -183,10 +182,6 @@ class Store:
         used = self.plan.pools.frontends  # an entry for each address
         used.update(family for family, *_ in wanted)
         used.subtract(family for family, *_ in former)
-
-    def note_service_cidrs(self, family: int, cidrs: tuple[str, ...]) -> None:
-        """Serve these service CIDRs, too: those for which map `node` has no room."""
-        self.writer.source_ranges.allow(NO_SERVICE, family, cidrs)
 
     # Freeing
 

@@ -57,7 +57,24 @@ class Pinned(View):
         return _backends(self._maps, self._names, of)
 
     def flows(self, limit: int) -> tuple[list[FlowRow], int]:
-        return _flows(self._maps, self._names, limit)
+        """List flows; of each table those first that were idle for longest."""
+        rows: list[FlowRow] = []
+        total = 0
+        now, hz = _clock(self._maps), jiffies_per_second()
+        constants = layout.abi_constants()
+        hidden = constants["FLOW_REPLY"] | constants["FLOW_OTHERS"]
+        for family in (4, 6):
+            for table in ("flows", "half_open"):
+                keys, values = flow_arrays(self._maps[f"{table}{family}"], family)
+                forward = np.flatnonzero(values["flags"] & hidden == 0)
+                total += len(forward)
+                idle = (np.uint32(now) - values["seen"]).astype(np.int32) // hz
+                order = forward[np.argsort(-idle[forward], kind="stable")]
+                for position in order[: max(0, limit - len(rows))].tolist():
+                    row = _flow(keys[position], values[position], family, self._names)
+                    row.idle = max(0, int(idle[position]))
+                    rows.append(row)
+        return rows, total
 
     def unread_events(self) -> list[PacketEvent]:
         journal = Journal()
@@ -237,27 +254,6 @@ def traffic(counted: Traffic, maps: Maps, names: Names, *, by_backend: bool) -> 
     busy = np.flatnonzero(figures.any(axis=1))
     found = zip(busy.tolist(), figures[busy].tolist(), strict=True)
     return [TrafficRow(names[number], TrafficCounts(*row)) for number, row in found if number in names]
-
-
-def _flows(maps: Maps, names: Names, limit: int) -> tuple[list[FlowRow], int]:
-    """Lists flows; of each table those first that were idle for longest."""
-    rows: list[FlowRow] = []
-    total = 0
-    now, hz = _clock(maps), jiffies_per_second()
-    constants = layout.abi_constants()
-    hidden = constants["FLOW_REPLY"] | constants["FLOW_OTHERS"]
-    for family in (4, 6):
-        for table in ("flows", "half_open"):
-            keys, values = flow_arrays(maps[f"{table}{family}"], family)
-            forward = np.flatnonzero(values["flags"] & hidden == 0)
-            total += len(forward)
-            idle = (np.uint32(now) - values["seen"]).astype(np.int32) // hz
-            order = forward[np.argsort(-idle[forward], kind="stable")]
-            for position in order[: max(0, limit - len(rows))].tolist():
-                row = _flow(keys[position], values[position], family, names)
-                row.idle = max(0, int(idle[position]))
-                rows.append(row)
-    return rows, total
 
 
 def _clock(maps: Maps) -> int:
