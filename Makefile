@@ -197,9 +197,14 @@ $(STAMPS)/vm: Makefile $(STAMPS)/apt
 	$(call packages,$(APT_VM))
 	@touch $@
 
-# What answers in `compare`, and what reads alerts: unpacked, because the installed packages would start servers here.
+# What answers in `compare`, what nodes are reached by, and what reads alerts: unpacked, because the installed packages would start servers here.
 $(TOOLS)/nginx:
 	@$(call step,apt      nginx (unpacked to build/tools),mkdir -p build/tools && cd build/tools && apt-get download -q nginx && dpkg -x nginx_*.deb . && rm nginx_*.deb)
+	@touch $@
+
+# Never started outside of a test's namespaces.
+$(TOOLS)/sshd:
+	@$(call step,apt      openssh-server (unpacked to build/tools),mkdir -p build/tools && cd build/tools && apt-get download -q openssh-server libwrap0 && for deb in openssh-server_*.deb libwrap0_*.deb; do dpkg -x $$deb . && rm $$deb; done)
 	@touch $@
 
 $(PROMTOOL):
@@ -207,7 +212,7 @@ $(PROMTOOL):
 	@touch $@
 
 # What checks deploy/, vagrant/ and the screen of `top`, and compares modes. Without these the tests that need them are skipped, and say so.
-$(STAMPS)/lab: Makefile tests/deploy/kubectl.py tests/deploy/helm.py $(TOOLS)/nginx $(PROMTOOL) $(STAMPS)/apt $(STAMPS)/venv
+$(STAMPS)/lab: Makefile tests/deploy/kubectl.py tests/deploy/helm.py $(TOOLS)/nginx $(TOOLS)/sshd $(PROMTOOL) $(STAMPS)/apt $(STAMPS)/venv
 	$(call packages,$(APT_LAB) $(APT_COMPARE))
 	-@$(call step,kubectl  for the tests of deploy/,$(PYTHON) -m tests.deploy.kubectl)
 	-@$(call step,helm     for the tests of deploy/,$(PYTHON) -m tests.deploy.helm)

@@ -7,16 +7,19 @@
 #   sh nodes.sh takeover hybrid-proxy.io/wave=1    removes what kube-proxy left
 #   sh nodes.sh stop hybrid-proxy.io/wave=1        ends the service; what it programmed serves
 #   sh nodes.sh cleanup hybrid-proxy.io/wave=1     waits for kube-proxy's first sync, and removes what the agent left
+#   sh nodes.sh remove hybrid-proxy.io/wave=1      ends the service, and removes what install put there but Debian's packages
 #
 # takeover and cleanup begin on all nodes at once, because each may wait long for open flows, and the others on AT_ONCE (10).
 # install begins on no more nodes after it has failed on one. It takes the wheel and requirements.txt from the folder RELEASE
 # (.), and NODE.conf from the folder KUBECONFIGS (.); a node keeps the configuration that it has, and, without NODE.conf, its
-# kubeconfig.
+# kubeconfig. Where RELEASE has a folder `wheels`, all Python packages come from there, and no package index is asked.
+# remove leaves what the agent programmed, which serves on until the next boot; with CLEANUP=yes it removes that first.
 # Exit code 1: it failed on a node, or no Ready node has the label. LONGEST is how many seconds it waits for a proxy, DRAIN
-# how many for open flows (default: until the last one is over), METRICS another address of kube-proxy's metrics.
+# how many for open flows (default of cleanup: until the last one is over; of remove: 3, or 0 where no other proxy is),
+# METRICS another address of kube-proxy's metrics.
 set -eu
 : "${LOGIN:=root}" "${LONGEST:=600}" "${DRAIN:=}" "${METRICS:=http://127.0.0.1:10249/metrics}"
-: "${AT_ONCE:=10}" "${RELEASE:=.}" "${KUBECONFIGS:=.}"
+: "${AT_ONCE:=10}" "${RELEASE:=.}" "${KUBECONFIGS:=.}" "${CLEANUP:=no}"
 new=/opt/hybrid-proxy/new
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
@@ -45,9 +48,11 @@ install_all() {
     trap 'rm -rf "$new"' EXIT
     cd "$new/files"
     if [ ! -x /opt/hybrid-proxy/bin/pip ]; then
-        if command -v apt-get; then apt-get update -q && apt-get install -q -y python3-venv libbpf1 iptables; fi
+        packages="python3-venv libbpf1 iptables"
+        ! command -v apt-get || dpkg -s $packages || { apt-get update -q && apt-get install -q -y $packages; }
         python3 -m venv /opt/hybrid-proxy
     fi >/dev/null
+    [ ! -d wheels ] || export PIP_NO_INDEX=yes PIP_FIND_LINKS=wheels
     /opt/hybrid-proxy/bin/pip install --quiet --require-hashes -r requirements.txt
     # A build of the same version replaces another one, too.
     /opt/hybrid-proxy/bin/pip install --quiet --no-deps --force-reinstall ./hybrid_proxy-*_"$(uname -m)".whl
@@ -86,6 +91,18 @@ cleanup() {
     await serves || { echo "kube-proxy has not synced: $METRICS"; return 1; }
     hybrid-proxy cleanup --drain $DRAIN
 }
+# Files of others in these folders stay.
+remove() {
+    [ -e /opt/hybrid-proxy ] || { echo "nothing to remove"; return; }
+    [ ! -e /etc/systemd/system/hybrid-proxy.service ] || stop
+    [ "$CLEANUP" != yes ] || hybrid-proxy cleanup ${DRAIN:+--drain "$DRAIN"}
+    rm -rf /etc/systemd/system/hybrid-proxy.service /etc/systemd/system/hybrid-proxy.service.d
+    systemctl daemon-reload
+    rm -f /etc/hybrid-proxy/config.conf /etc/hybrid-proxy/kubeconfig.conf
+    [ ! -d /etc/hybrid-proxy ] || rmdir --ignore-fail-on-non-empty /etc/hybrid-proxy
+    rm -rf /usr/local/bin/hybrid-proxy /usr/local/share/man/man8/hybrid-proxy.8 /opt/hybrid-proxy
+    echo removed
+}
 set -e
 "$step"
 STEPS
@@ -96,7 +113,7 @@ $0 != last { print node ": " $0; fflush() }
 END { exit last ~ /^FAILED \(/ ? code : 0 }
 LINES
 
-case "${1:-}" in install | start | takeover | stop | cleanup) ;; *) set -- ;; esac
+case "${1:-}" in install | start | takeover | stop | cleanup | remove) ;; *) set -- ;; esac
 [ $# -eq 2 ] || { sed -n '2,/^set/s/^# \{0,1\}//p' "$0" >&2; exit 2; }
 step=$1 code=0
 case "$step" in
@@ -105,9 +122,10 @@ case "$step" in
         step=install_all code=255 here=$(dirname "$0")
         mkdir "$folder/files"
         cp "$RELEASE"/hybrid_proxy-*.whl "$RELEASE/requirements.txt" "$here/hybrid-proxy.service" "$here/../base/config.conf" "$folder/files"
+        [ ! -d "$RELEASE/wheels" ] || cp -r "$RELEASE/wheels" "$folder/files"
         ;;
 esac
-{ printf 'step=%s new=%s LONGEST=%s DRAIN=%s METRICS=%s\n' "$step" "$new" "$LONGEST" "$DRAIN" "$METRICS"; cat "$folder/steps"; } >"$folder/script"
+{ printf 'step=%s new=%s LONGEST=%s DRAIN=%s METRICS=%s CLEANUP=%s\n' "$step" "$new" "$LONGEST" "$DRAIN" "$METRICS" "$CLEANUP"; cat "$folder/steps"; } >"$folder/script"
 # On one node: its files, if there are any, and the step.
 cat >"$folder/reach" <<'REACH'
 reach() { ssh -o BatchMode=yes "$LOGIN@$node" "$shell$1" 2>&1; }

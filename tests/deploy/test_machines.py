@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import functools
+import hashlib
 import json
 import os
 import re
 import shutil
 import subprocess
+import sys
+import zipfile
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -22,6 +25,7 @@ from tests.waiting import until
 
 from .machine import Machine
 from .manifests import ROOT, one
+from .sshd import SSHD_LOG, serve
 
 pytestmark = [pytest.mark.root, pytest.mark.skipif(os.geteuid() != 0, reason="needs root: makes namespaces")]
 
@@ -85,30 +89,51 @@ def test_nothing_of_a_service_stays(tmp_path: Path) -> None:
     assert {plural: set(items) for plural, items in cluster.objects.items()} == before
 
 
-def test_one_command_installs_and_upgrades_many_nodes(tmp_path: Path) -> None:
-    """By ssh to three names of one machine; pip is a stand-in that makes the program of the wheel."""
-    cluster = Cluster()
-    for name in ("node-1", "node-2", "node-3"):
+def nodes(cluster: Cluster, *names: str) -> None:
+    for name in names:
         labels = {"kubernetes.io/os": "linux"}
         node = {"kind": "Node", "apiVersion": "v1", "metadata": {"name": name, "labels": labels}}
         cluster.put("nodes", node | {"status": {"conditions": [READY]}})
+
+
+def write_wheel(folder: Path, name: str, files: dict[str, str]) -> Path:
+    """A package that pip installs: each file in its place below the environment."""
+    stem = "-".join(name.split("-")[:2])
+    with zipfile.ZipFile(folder / f"{name}.whl", "w") as archive:
+        info = {"METADATA": "Metadata-Version: 2.1\nName: {}\nVersion: {}\n".format(*stem.split("-"))}
+        info |= {
+            "WHEEL": "Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
+            "RECORD": "",
+        }
+        for where, text in info.items():
+            archive.writestr(f"{stem}.dist-info/{where}", text)
+        for where, text in files.items():
+            entry = zipfile.ZipInfo(f"{stem}.data/{where}")
+            entry.external_attr = 0o100755 << 16
+            archive.writestr(entry, text)
+    return folder / f"{name}.whl"
+
+
+def test_one_command_installs_and_upgrades_many_nodes(tmp_path: Path) -> None:
+    """By ssh to three names of one machine; pip is a stand-in that makes the program of the wheel."""
+    cluster = Cluster()
+    nodes(cluster, "node-1", "node-2", "node-3")
     tools = {
-        "apt-get": "",
         "python3": """[ "$2" = venv ] || exit 1
             mkdir -p $3/bin
             echo 'echo "pip $*" >>/etc/log; for wheel; do :; done; install $wheel ${0%pip}hybrid-proxy' >$3/bin/pip
             chmod 755 $3/bin/pip""",
         "systemctl": """echo "$*" >>/etc/log; [ "$1" != is-active ] || [ -e /etc/runs ]""",
-        "ssh": 'echo "$3" >>/etc/reached; [ "$3" != "root@$GONE" ] || exit 255; shift 3; exec sh -c "$*"',
     }
     wheel = f"hybrid_proxy-0.1.0-cp311-abi3-linux_{os.uname().machine}.whl"
     install = lines("docs/operations.md", "service", "all")
     with Machine("node", tmp_path, cluster.url, tools) as node:
+        serve(node, {f"node-{n}": f"127.0.0.{n}" for n in (1, 2, 3)})
         node.run(
             "mkdir ../release; touch ../release/hybrid_proxy-0.1.0-cp311-abi3-linux_z.whl ../release/requirements.txt"
         )
         node.run(f"printf '#!/bin/sh\\necho OK: $1\\n' >../release/{wheel}; chmod 755 ../release/{wheel}")
-        variables = {"GONE": "", "AT_ONCE": "1"}
+        variables = {"AT_ONCE": "1"}
         said = node.run(f"{install} && exit 1; true", **variables)
         assert said.count("neither a kubeconfig") == 1, "it goes on after a failure"
         node.run("for n in 1 2 3; do echo kubeconfig $n >node-$n.conf; done; rm /etc/log")
@@ -125,15 +150,64 @@ def test_one_command_installs_and_upgrades_many_nodes(tmp_path: Path) -> None:
         same = "cmp /etc/systemd/system/hybrid-proxy.service deploy/systemd/hybrid-proxy.service; hybrid-proxy status"
         assert node.run(same) == "OK: status\n"
         # An upgrade.
-        node.run("rm node-* /etc/log /etc/reached; touch /etc/runs; echo own >/etc/hybrid-proxy/config.conf")
+        node.run("rm node-* /etc/log; touch /etc/runs; echo own >/etc/hybrid-proxy/config.conf")
         assert node.run(install, **variables).count(": OK: status\n") == 3
         assert node.run("cat /etc/hybrid-proxy/*.conf").splitlines() == ["own", "kubeconfig 3"]
         assert node.run("cat /etc/log").count("daemon-reload\nis-active -q hybrid-proxy\nrestart hybrid-proxy\n") == 3
-        node.run("rm /etc/reached")
-        said = node.run(f"{install} && exit 1; true", **(variables | {"GONE": "node-2"}))
+        node.run(f"sed -i s/127.0.0.2/127.0.0.9/ /etc/hosts; : >{SSHD_LOG}")  # where nobody listens
+        said = node.run(f"{install} && exit 1; true", **variables)
         assert re.findall("^(.*): (?:OK|FAILED)", said, re.MULTILINE) == ["node-1", "node-2"]
-        assert "node-3" not in node.run("cat /etc/reached")
+        log = node.run(f"cat {SSHD_LOG}")
+        assert "on 127.0.0.1 port 22" in log
+        assert "on 127.0.0.3 port 22" not in log
         assert not node.run("ls -d /opt/hybrid-proxy/new 2>&- || true")
+
+
+def test_a_node_without_a_package_index_is_installed_and_nothing_stays(tmp_path: Path) -> None:
+    """From a folder of wheels, with the real pip; the machine has no route to anywhere."""
+    cluster = Cluster()
+    nodes(cluster, "node-1")
+    tools = {
+        "apt-get": "exit 100",
+        "systemctl": 'echo "systemctl $*" >>/var/lib/log; [ "$1" != is-active ]',
+        "pip": f'exec {sys.executable} -m pip "$@"',
+    }
+    script = '#!/bin/sh\necho "hybrid-proxy $*" >>/var/lib/log\nexit $(cat /var/lib/code 2>&- || echo 0)\n'
+    look = "find /etc /opt /usr/local -path '*hybrid*' -newer /var/lib/before | sort"
+    with Machine("node", tmp_path, cluster.url, tools) as node:
+        serve(node, {"node-1": "127.0.0.1"})
+        release, index = tmp_path / "release", tmp_path / "index"
+        release.mkdir()
+        index.mkdir()
+        pinned = hashlib.sha256(write_wheel(index, "pinned-1.0-py3-none-any", {}).read_bytes()).hexdigest()
+        (release / "requirements.txt").write_text(f"pinned==1.0 --hash=sha256:{pinned}\n")
+        ours = {"scripts/hybrid-proxy": script, "data/share/man/man8/hybrid-proxy.8": "manual"}
+        write_wheel(release, f"hybrid_proxy-0.1.0-cp311-abi3-linux_{os.uname().machine}", ours)
+        fill = lines("docs/operations.md", "service", "wheels")
+        node.run(f"cd {release}; {fill}", PIP_NO_INDEX="yes", PIP_FIND_LINKS=str(index))
+        node.run("touch /var/lib/before; echo kubeconfig >node-1.conf")
+        install = lines("docs/operations.md", "service", "all")
+        assert node.run(install) == "node-1: installed\n"
+        assert "pinned" in node.run("/opt/hybrid-proxy/bin/pip list")
+        assert node.run("hybrid-proxy status; cat /usr/local/share/man/man8/hybrid-proxy.8") == "manual"
+        # What the agent programmed is removed when the operator says so, and a failure of that leaves all files.
+        node.run("mkdir /etc/systemd/system/hybrid-proxy.service.d; echo 1 >/var/lib/code; rm /var/lib/log")
+        remove = "sh deploy/systemd/nodes.sh remove kubernetes.io/os=linux"
+        assert node.run(f"! CLEANUP=yes {remove}") == "node-1: FAILED (1)\n"
+        assert "/etc/hybrid-proxy/kubeconfig.conf" in node.run(look)
+        node.run("rm /var/lib/code; touch /etc/hybrid-proxy/nodes")
+        assert node.run(f"DRAIN=60 CLEANUP=yes {remove}") == "node-1: removed\n"
+        stop = "systemctl disable -q --now hybrid-proxy\n"
+        log = f"{stop}hybrid-proxy cleanup\n{stop}hybrid-proxy cleanup --drain 60\nsystemctl daemon-reload\n"
+        assert node.run("cat /var/lib/log") == log
+        assert node.run(look).split() == ["/etc/hybrid-proxy", "/etc/hybrid-proxy/nodes"], "others' file"
+        assert node.run(remove) == "node-1: nothing to remove\n"
+        # Without a word of that, it stays.
+        node.run("rm -r /etc/hybrid-proxy /var/lib/log")
+        node.run(install)
+        assert node.run(remove) == "node-1: removed\n"
+        assert "cleanup" not in node.run("cat /var/lib/log")
+        assert node.run(look) == ""
 
 
 TRIED = (
