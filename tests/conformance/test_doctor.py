@@ -1909,15 +1909,22 @@ def test_a_link_without_ipv6_is_told_with_the_setting(clinic: Clinic) -> None:
 
 
 def test_a_namespace_has_a_line_for_each_service(clinic: Clinic) -> None:
-    clinic.put("pod1", name=FIRST, target=NOBODY)
+    """What is broken comes first, then the names in order; one pod is the client of all."""
+    broken = "shop/many"
+    clinic.put("pod1", name=broken, target=NOBODY)
+    clinic.put("pod2", "pod3", "pod4", name=FIRST)  # each pod is a backend of a service
     try:
         code, found = clinic.doctor("-n", "shop")
     finally:
         clinic.remove(FIRST)
+        clinic.remove(broken)
     marks = {each.text.partition(" ")[0].rstrip(":"): each.mark for each in found.findings if each.subject == "service"}
-    assert (code, found.cause, marks[FIRST]) == (1, "backend-refuses", "problem")
-    assert marks.keys() == {NAME, FIRST}
-    assert marks[NAME] != "problem"  # a warning may tell of what another test did to it
+    assert (code, found.cause, marks[broken]) == (1, "backend-refuses", "problem")
+    assert next(iter(marks)) == broken
+    assert marks.keys() == {NAME, FIRST, broken}
+    assert "problem" not in (marks[NAME], marks[FIRST])  # a warning may tell of what another test did to it
+    clients = {each.source for each in found.connections if each.place == "pod" and each.via == "service"}
+    assert len(clients) == 1
 
 
 def test_a_bundle_has_what_a_report_needs_and_no_secret(clinic: Clinic) -> None:

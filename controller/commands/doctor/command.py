@@ -67,6 +67,7 @@ def run(args: argparse.Namespace) -> int:
     name, own = "node", findings
     if several:
         name, own = f"namespace {args.namespace}", [in_short(each, node.facts) for each in services]
+        own.sort(key=lambda found: ("problem", "warning", "ok").index(found.mark))
     elif services:
         name, own = services[0].asked, list(service_findings(services[0], node.facts))
     tried = [one for service in services for one in service.tried]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import itertools
-from collections.abc import Container, Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from ipaddress import ip_address, ip_network
 from typing import Final
 
@@ -89,24 +89,22 @@ def _with_connections(args: argparse.Namespace, services: Sequence[ServiceFacts]
     here = {*own, *(each for pod in pods for each in pod.addresses)}
     idle = node.facts.unprogrammed
     plans: list[list[Attempt]] = []
-    clients: dict[str, namespaces.Pod] = {}  # by the service that was asked about
     attempts: dict[Attempt, None] = {}
+    backends = [_ends(facts) for facts in services]
+    ranked = _ranked(pods, backends, source)
+    clients = ranked[:1]  # one for all services, which can then be compared
+    chosen = [Origin("pod", pod.path, pod.addresses, source) for pod in ranked[:2]]
+    origins = [Origin("node", "", own, source), *chosen[:1]]
     for facts in services:
-        ranked = _ranked(pods, facts, source)
-        chosen = [Origin("pod", pod.path, pod.addresses, source) for pod in ranked[:2]]
-        origins = [Origin("node", "", own, source), *chosen[:1]]
-        if ranked:
-            clients[facts.asked] = ranked[0]
         served = msgspec.structs.replace(facts, ports=tuple(port for port in facts.ports if port.name not in idle))
         mine = _attempts(args, served, origins, chosen[1:]) if len(attempts) < MOST_ATTEMPTS else []
         plans.append(mine)
         attempts |= dict.fromkeys(mine)
-    backends = [_ends(facts) for facts in services]
     ends = set().union(*backends)
-    taking_part = [pod for pod in pods if pod in clients.values() or not ends.isdisjoint(pod.addresses)]
+    taking_part = [pod for pod in pods if pod in clients or not ends.isdisjoint(pod.addresses)]
     before = {pod: link_of(pod, own) for pod in taking_part if attempts}
     before_all = _events(args.admin_socket, NO_EVENT) if node.facts.agent and attempts else None
-    guarded = list(dict.fromkeys((*clients.values(), *taking_part)))[:MOST_BACKENDS]
+    guarded = list(dict.fromkeys((*clients, *taking_part)))[:MOST_BACKENDS]
     rules, rules_unknown = rules_here(guarded) if attempts else ((), "")
     tried = try_all(list(attempts), args.timeout) if attempts else {}
     ways = []  # read before more is tried: the kernel forgets a neighbour entry that failed within seconds
@@ -114,7 +112,7 @@ def _with_connections(args: argparse.Namespace, services: Sequence[ServiceFacts]
         sources = dict.fromkeys(tried[attempt].source for attempt in mine)
         ways.append(astray(ours, sources, pods, interfaces, uplinks, node.facts.missing))
     syns = try_all(repeats(tried), REPEAT_SECONDS)
-    others = [Origin("pod", pod.path, pod.addresses) for pod in pods if pod not in clients.values()]
+    others = [Origin("pod", pod.path, pod.addresses) for pod in pods if pod not in clients]
     second = _by_another_pod(tried.values(), attempts, others)
     again = try_all(second, args.timeout) if second else {}
     after = {pod: link_of(pod, own) for pod in before}
@@ -140,7 +138,7 @@ def _with_connections(args: argparse.Namespace, services: Sequence[ServiceFacts]
                 links=tuple(
                     msgspec.structs.replace(after[pod], drops=max(0, after[pod].drops - link.drops))
                     for pod, link in before.items()
-                    if pod == clients.get(facts.asked) or not ours.keys().isdisjoint(pod.addresses)
+                    if pod in clients or not ours.keys().isdisjoint(pod.addresses)
                 ),
                 astray=way,
                 listening=listening(rows, pods),
@@ -287,13 +285,15 @@ def _by_another_pod(tried: Iterable[Tried], attempts: Iterable[Attempt], pods: S
     return found
 
 
-def _ranked(pods: Sequence[namespaces.Pod], facts: ServiceFacts, source: str) -> list[namespaces.Pod]:
-    """The pod that was named as the client, then those that are no backends, so that connections cross the node."""
-    ends = _ends(facts)
-    return sorted(
-        (pod for pod in pods if pod.addresses),
-        key=lambda pod: (source not in pod.addresses, not ends.keys().isdisjoint(pod.addresses), -len(pod.addresses)),
-    )
+def _ranked(
+    pods: Sequence[namespaces.Pod], backends: Sequence[Mapping[str, bool]], source: str
+) -> list[namespaces.Pod]:
+    """The pod that was named as the client, then those that are no backends, so that connections cross the node.
+
+    `backends` are the addresses of each service's.
+    """
+    serves = {pod: sum(not ours.keys().isdisjoint(pod.addresses) for ours in backends) for pod in pods if pod.addresses}
+    return sorted(serves, key=lambda pod: (source not in pod.addresses, serves[pod], -len(pod.addresses)))
 
 
 def _attempts(
