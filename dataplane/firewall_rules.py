@@ -22,9 +22,14 @@ _ALL: Final = re.compile(r"counter packets (\d+) bytes \d+(?: comment .*)?")  # 
 _JUMP: Final = re.compile(r"\b(?:jump|goto) (\S+)")
 _SAVED: Final = re.compile(r"(?:\[(\d+):\d+\] )?-A (\S+)(.*)")
 _POLICY: Final = re.compile(r":(\S+) (\w+)(?: \[(\d+):\d+\])?")
-_SET: Final = re.compile(r"\{ (.*?) \}")
+_SET: Final = re.compile(r"(?:\{ |@\S+\()(.*?)(?: \}|\))")
+_SAID: Final = re.compile(r'-m \S+( --comment ("([^"\\]|\\.)*"|\S+))?')  # a match of iptables, and what says nothing
 FIELDS: Final = ("saddr", "sport", "daddr", "dport", "l4proto")  # of packets, as rules name them
-_IDLE: Final = frozenset({"ip", "ip6", "th", "meta", "ct", "counter"})
+_IDLE: Final = frozenset({"ip", "ip6", "th", "meta", "ct", "counter", "-j"})
+_OPTIONS: Final = {  # of iptables, in nft's words
+    "-s": "saddr", "-d": "daddr", "-p": "l4proto", "-i": "iifname", "-o": "oifname", "--ctstate": "state",
+    "--sport": "sport", "--sports": "sport", "--dport": "dport", "--dports": "dport",
+}  # fmt: skip
 
 
 class Rule(msgspec.Struct, frozen=True):
@@ -114,8 +119,9 @@ def of_iptables(text: str, family: str) -> tuple[Rule, ...]:
 
 
 def takes(text: str, packet: Mapping[str, str], *, surely: bool = True) -> bool:
-    """Return whether a rule of nft takes a packet by what it says; `surely`: all of it is understood."""
-    words = _SET.sub(lambda found: found[1].replace(", ", ","), _ENDS.split(text)[0]).split()
+    """Return whether a rule takes a packet by what it says; `surely`: all of it is understood."""
+    said = _ENDS.split(_SAID.sub("", text))[0]
+    words = [_OPTIONS.get(word, word) for word in _SET.sub(lambda found: found[1].replace(", ", ","), said).split()]
     named = False
     while words:
         word = words.pop(0)
@@ -129,7 +135,7 @@ def takes(text: str, packet: Mapping[str, str], *, surely: bool = True) -> bool:
 
 
 def _covers(value: str, actual: str) -> bool:
-    low, _, high = value.partition("-")
+    low, _, high = value.replace(":", "-").partition("-")
     if actual.isdigit() and low.isdigit():
         return int(low) <= int(actual) <= int(high or low)
     if value.startswith('"'):
@@ -137,7 +143,7 @@ def _covers(value: str, actual: str) -> bool:
         return actual.startswith(name) if any_of_them else actual == name
     with contextlib.suppress(ValueError):
         return ip_address(actual) in ip_network(value)
-    return value == actual
+    return actual in (value, value.lower())
 
 
 def _read_nft(chain: _Chain, line: str) -> None:

@@ -16,9 +16,7 @@ VERDICTS: Final = {
     "drop": Cell("DROPPED", Tone.BAD), "refuse": Cell("REJECTED", Tone.BAD), "fail": Cell("FAILED", Tone.BAD),
     "trace": Cell("SEEN", Tone.GOOD), "note": Cell("NOTED", Tone.WARN),
 }  # fmt: skip
-FAILURES: Final = {
-    "backend_refused": "refused by the backend", "backend_unanswered": "not answered by the backend",
-}  # fmt: skip
+FAILURES: Final = {"backend_refused": "refused by the backend", "backend_unanswered": "not answered by the backend"}
 SEEN: Final = {
     "new_flow": "a new flow", "dnat": "translated to the backend", "reply": "a reply, translated back",
     "fast": "redirected to the pod", "xdp_dnat": "translated in the driver", "xdp_reply": "a reply, in the driver",

@@ -41,6 +41,7 @@ _PATIENCE: Final = 20  # a long list of chains that changes all the time takes a
 
 MOST_TABLES: Final = 32
 MOST_CHAINS: Final = 64
+_ASKED: Final = re.compile(r"addr @([\w.-]+) ")
 _LEADS_TO: Final = re.compile(r"\b(?:jump|goto) (\S+)")
 _PROXIES: Final = ("HP-", "KUBE-")  # their rules that redirect name no address of a Service
 TABLES: Final = ("filter", "mangle", "raw", "security", "nat")  # iptables' own
@@ -57,11 +58,11 @@ _RULE_GROUPS: Final = 0x80 | 0x40000  # IPv4's and IPv6's
 _BY_PACKET: Final = frozenset({22, 23, 24, 25, 26})  # protocol, source port, destination port, DSCP, flow label
 
 
-def read_rules(*, nat: bool = False) -> tuple[tuple[Rule, ...], str]:
+def read_rules(*, nat: bool = False, client: str = "") -> tuple[tuple[Rule, ...], str]:
     """Returns rules of other programs that drop or redirect packets, and why some could not be read.
 
     `nat`: those alone that redirect packets, without the chains of modes and of kube-proxy: an agent asks for them, and
-    a node may have 100,000 of these.
+    a node may have 100,000 of these. `client` is an address that stands behind the names of the sets that have it.
     """
     rules: list[Rule] = []
     unknown = []
@@ -74,7 +75,7 @@ def read_rules(*, nat: bool = False) -> tuple[tuple[Rule, ...], str]:
     for table in list(dict.fromkeys(chain.table for chain in chains))[:MOST_TABLES]:
         at, names = table.split(" ", 1), [chain.name for chain in chains if chain.table == table]
         try:  # one call for several tables fails where iptables-nft has made one of them (nft 1.0.6)
-            rules += of_nft(_led_to(at, names) if nat else _listed("table", *at), chains)
+            rules += of_nft(_led_to(at, names) if nat else _marked(_listed("table", *at), at, client), chains)
         except OSError as error:
             unknown.append(f"table {table} cannot be read: {error}")
     legacy = Xtables("legacy")
@@ -89,6 +90,15 @@ def read_rules(*, nat: bool = False) -> tuple[tuple[Rule, ...], str]:
 
 def _listed(*what: str) -> str:
     return output("nft", "-t", "list", *what, seconds=TOOL_SECONDS)
+
+
+def _marked(text: str, at: list[str], client: str) -> str:
+    """Returns a listed table with the address of a client behind the name of each set that has it: a set is large."""
+    for name in {*_ASKED.findall(text)} if client else ():
+        with contextlib.suppress(OSError):  # it has not
+            output("nft", "get", "element", *at, name, f"{{ {client} }}", seconds=TOOL_SECONDS)
+            text = text.replace(f"addr @{name} ", f"addr @{name}({client}) ")
+    return text
 
 
 def _led_to(at: list[str], names: list[str]) -> str:

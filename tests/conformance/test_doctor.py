@@ -1908,6 +1908,35 @@ def test_a_link_without_ipv6_is_told_with_the_setting(clinic: Clinic) -> None:
     assert any(f"sysctl -w net.ipv6.conf.{link}.disable_ipv6=0" in each.todo for each in found.findings), found
 
 
+SETS = """table inet somebody {{
+    set blocked {{ type ipv4_addr ; flags interval ; elements = {{ {0} }} ; }} ;
+    chain c {{ type filter hook forward priority 0 ; ip saddr @blocked drop ; }} ; }}"""
+LEGACY = ("-s", "192.168.77.0/24", "-p", "tcp", "--dport", "8080", "-j", "DROP")
+
+
+@pytest.mark.parametrize("elements", ["203.0.113.9, 192.168.77.0-192.168.77.9", "203.0.113.9"], ids=["in", "not-in"])
+def test_a_set_of_addresses_that_the_firewall_drops(clinic: Clinic, elements: str, mode: str) -> None:
+    with clinic.rules("node", SETS.format(elements)):
+        code, found = clinic.doctor(*FROM_OUTSIDE)
+    told = [each.text for each in found.findings if each.subject == "firewall"]
+    met = "192.168" in elements and mode != "userspace"  # whose connections to backends are the node's own
+    said = "on the way of 192.168.77.1 is `ip saddr @blocked(192.168.77.1) drop` in chain c of table inet somebody"
+    assert (code, told) == (0, [said] * met)
+
+
+@pytest.mark.parametrize("changed", ["", "192.168.78.0/24"], ids=["in", "not-in"])
+def test_a_legacy_rule_about_a_client_outside(clinic: Clinic, changed: str, mode: str) -> None:
+    rule = [LEGACY[0], changed or LEGACY[1], *LEGACY[2:]]
+    if clinic.lab.run("node", ["iptables-legacy", "-A", "FORWARD", *rule]).returncode:
+        pytest.skip("this kernel has no legacy tables")
+    try:
+        found = clinic.doctor(*FROM_OUTSIDE)[1]
+    finally:
+        clinic.run("node", "iptables-legacy", "-F", "FORWARD")
+    met = [each.text for each in found.findings if each.subject == "firewall" and "-s 192.168.7" in each.text]
+    assert len(met) == (not changed and mode != "userspace")
+
+
 def test_a_namespace_has_a_line_for_each_service(clinic: Clinic) -> None:
     """What is broken comes first, then the names in order; one pod is the client of all."""
     broken = "shop/many"

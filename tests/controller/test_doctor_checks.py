@@ -1188,6 +1188,10 @@ def test_who_listens_at_loopback_alone_is_told_where_to_listen(at: str, named: b
         (rule("forward", "tcp dport 30080 drop"), "nftables", False),
         (rule("prerouting", "ip saddr 192.168.77.0/24 tcp dport 8080 drop"), "ebpf", True),
         (msgspec.structs.replace(rule("input", 'iifname "eth0" drop'), pod=("10.0.0.1",)), "nftables", False),
+        (rule("forward", "ip saddr @blocked(192.168.77.1) drop"), "ebpf", True),
+        (rule("forward", "ip saddr @blocked drop"), "ebpf", False),
+        (Rule("ip filter (legacy)", "FORWARD", ("forward",), "-s 192.168.77.0/24 -i eth0 -j DROP", 0), "ebpf", True),
+        (Rule("ip6 filter (legacy)", "FORWARD", ("forward",), "-i eth0 -j DROP", 0), "ebpf", False),
     ],
 )
 def test_a_rule_that_takes_packets_of_a_client_elsewhere_is_named(rule: Rule, serving: str, met: bool) -> None:

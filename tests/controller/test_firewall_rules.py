@@ -159,7 +159,24 @@ PACKET = {"saddr": "10.0.0.9", "daddr": "10.0.0.1", "sport": "", "dport": "8080"
         ("tcp dport 8080 ct state new drop", False),
         ("policy drop", False),
         ("drop", False),
+        ("-s 10.0.0.0/24 -p tcp -m tcp --dport 8080 -j DROP", True),
+        ("-d 10.0.0.1/32 -p tcp -m multiport --dports 80,8000:8100 -j REJECT --reject-with tcp-reset", True),
+        ('-s 10.0.0.9/32 -m comment --comment "drop \\"it\\", -d no one" -j DROP', True),
+        ("-s 10.0.0.9/32 -m comment --comment drop -j DROP", True),
+        ("-s 10.0.0.1/32 -j DROP", False),
+        ("-p udp -m udp --dport 8080 -j DROP", False),
+        ("-p tcp -m tcp --sport 8080 -j DROP", False),
+        ("! -s 10.0.0.1/32 -j DROP", False),
+        ("-s 10.0.0.0/24 -m limit --limit 5/min -j DROP", False),
+        ("-m comment --comment all -j DROP", False),
     ],
 )
 def test_a_rule_takes_a_packet_by_what_it_says(text: str, wanted: bool) -> None:
     assert takes(text, PACKET) is wanted
+
+
+def test_a_rule_of_iptables_takes_a_new_connection_at_an_interface() -> None:
+    text = "-s 10.0.0.9/32 -i eth0 -m conntrack --ctstate NEW,RELATED -j DROP"
+    assert not takes(text, PACKET)
+    assert takes(text, PACKET | {"state": "new", "iifname": "eth0"})
+    assert not takes(text, PACKET | {"state": "new", "iifname": "eth1"})

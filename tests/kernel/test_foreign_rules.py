@@ -107,6 +107,34 @@ def test_nat_is_found_by_way_of_jumps_and_not_in_chains_of_proxies() -> None:
 
 
 @pytest.mark.root
+@pytest.mark.parametrize(
+    ("client", "names"),
+    [("203.0.113.7", {"ranges"}), ("192.0.2.1", {"some"}), ("192.0.2.2", set()), ("fd00::1", {"six"}), ("", set())],
+)
+def test_a_client_stands_behind_the_sets_that_have_it(client: str, names: set[str]) -> None:
+    sets = {
+        "some": "type ipv4_addr; elements = { 192.0.2.1 }", "six": "type ipv6_addr; elements = { fd00::1 }",
+        "ranges": "type ipv4_addr; flags interval; elements = { 203.0.113.0/24, 198.51.100.1-198.51.100.9 }",
+        "pairs": "type ipv4_addr . inet_service; elements = { 192.0.2.1 . 80 }",
+    }  # fmt: skip
+    rules = [f"{'ip6' if name == 'six' else 'ip'} saddr @{name} drop" for name in sets if name != "pairs"]
+    rules += ["ip saddr . tcp dport @pairs drop", "ct state new ip daddr != @some counter drop"]
+    commands = [
+        "add table inet fw", *(f"add set inet fw {name} {{ {text} }}" for name, text in sets.items()),
+        "add chain inet fw c { type filter hook forward priority 0; }",
+        *(f"add rule inet fw c {rule}" for rule in rules),
+    ]  # fmt: skip
+    with fresh():
+        subprocess.run(["nft", "-f", "-"], input="\n".join(commands), text=True, check=True)
+        found, unknown = read_rules(client=client)
+    texts = {rule.text for rule in found}
+    assert (len(texts), unknown) == (len(rules), "")
+    assert {text for text in texts if client and client in text} == {
+        f"{'ip6' if name == 'six' else 'ip'} saddr @{name}({client}) drop" for name in names
+    }
+
+
+@pytest.mark.root
 def test_rules_of_iptables_legacy_are_found() -> None:
     with fresh():
         for command in (["-P", "FORWARD", "ACCEPT"], ["-A", "FORWARD", "-j", "ACCEPT"]):

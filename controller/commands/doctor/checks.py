@@ -975,7 +975,8 @@ def _is_about(rule: Rule, each: Tried, facts: ServiceFacts) -> bool:
     if each.source == facts.stranger:
         packets[0] |= {"state": "new", "iif": facts.stranger_at, "iifname": facts.stranger_at}
         packets[1] |= {"oif": facts.stranger_at, "oifname": facts.stranger_at}
-    return any(takes(rule.text, packet, surely=surely) for packet in packets)
+    other = "ip " if ":" in each.source else "ip6 "  # family, whose packets these rules do not meet
+    return not rule.table.startswith(other) and any(takes(rule.text, packet, surely=surely) for packet in packets)
 
 
 def _blamed(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import itertools
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from ipaddress import ip_address, ip_network
 from typing import Final
 
@@ -91,8 +91,10 @@ def _with_connections(args: argparse.Namespace, services: Sequence[ServiceFacts]
     plans: list[list[Attempt]] = []
     attempts: dict[Attempt, None] = {}
     backends = [_ends(facts) for facts in services]
-    ranked = _ranked(pods, backends, source)
-    clients = ranked[:1]  # one for all services, which can then be compared
+    # One client for all services: the pod that was named, or one that serves few, so that connections cross the node.
+    serves = {pod: sum(not ours.keys().isdisjoint(pod.addresses) for ours in backends) for pod in pods if pod.addresses}
+    ranked = sorted(serves, key=lambda pod: (source not in pod.addresses, serves[pod], -len(pod.addresses)))
+    clients = ranked[:1]
     chosen = [Origin("pod", pod.path, pod.addresses, source) for pod in ranked[:2]]
     origins = [Origin("node", "", own, source), *chosen[:1]]
     for facts in services:
@@ -105,7 +107,7 @@ def _with_connections(args: argparse.Namespace, services: Sequence[ServiceFacts]
     before = {pod: link_of(pod, own) for pod in taking_part if attempts}
     before_all = _events(args.admin_socket, NO_EVENT) if node.facts.agent and attempts else None
     guarded = list(dict.fromkeys((*clients, *taking_part)))[:MOST_BACKENDS]
-    rules, rules_unknown = rules_here(guarded) if attempts else ((), "")
+    rules, rules_unknown = rules_here(guarded, source) if attempts else ((), "")
     tried = try_all(list(attempts), args.timeout) if attempts else {}
     ways = []  # read before more is tried: the kernel forgets a neighbour entry that failed within seconds
     for ours, mine in zip(backends, plans, strict=True):
@@ -116,7 +118,7 @@ def _with_connections(args: argparse.Namespace, services: Sequence[ServiceFacts]
     second = _by_another_pod(tried.values(), attempts, others)
     again = try_all(second, args.timeout) if second else {}
     after = {pod: link_of(pod, own) for pod in before}
-    counters = counted(rules, rules_here(guarded)[0]) if any(rule.packets is not None for rule in rules) else {}
+    counters = counted(rules, rules_here(guarded, source)[0]) if any(rule.packets is not None for rule in rules) else {}
     made = (*tried.values(), *syns.values(), *again.values())
     own_ends = frozenset(socket_text(each.source, each.client_port) for each in made)
     since = _events(args.admin_socket, before_all.last, own_ends) if before_all else None
@@ -283,17 +285,6 @@ def _by_another_pod(tried: Iterable[Tried], attempts: Iterable[Attempt], pods: S
             others = (pod for pod in pods if pod.address(family) not in not_these and each.address not in pod.addresses)
             found += [each._replace(origin=pod) for pod in itertools.islice(others, 1)]
     return found
-
-
-def _ranked(
-    pods: Sequence[namespaces.Pod], backends: Sequence[Mapping[str, bool]], source: str
-) -> list[namespaces.Pod]:
-    """The pod that was named as the client, then those that are no backends, so that connections cross the node.
-
-    `backends` are the addresses of each service's.
-    """
-    serves = {pod: sum(not ours.keys().isdisjoint(pod.addresses) for ours in backends) for pod in pods if pod.addresses}
-    return sorted(serves, key=lambda pod: (source not in pod.addresses, serves[pod], -len(pod.addresses)))
 
 
 def _attempts(

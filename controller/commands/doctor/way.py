@@ -189,9 +189,9 @@ def _way_back(
     return None
 
 
-def rules_here(pods: Iterable[Pod] = ()) -> tuple[tuple[Rule, ...], str]:
-    """Rules of other programs, on this node and in these pods, and why some of the node's could not be read."""
-    rules, unknown = read_rules()
+def rules_here(pods: Iterable[Pod] = (), client: str = "") -> tuple[tuple[Rule, ...], str]:
+    """Rules of other programs, on this node (see `read_rules`) and in these pods, and why some could not be read."""
+    rules, unknown = read_rules(client=client)
     for pod in pods:
         with contextlib.suppress(OSError), namespaces.inside(pod.path):
             rules += tuple(msgspec.structs.replace(rule, pod=pod.addresses) for rule in read_rules()[0])
