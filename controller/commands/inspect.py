@@ -154,9 +154,10 @@ def _watch(args: argparse.Namespace, read: _Read) -> int:
 
     def followed() -> Iterator[Change[Any]]:
         yield from start
-        before = first
+        before, used = first, time.process_time()
         while True:
-            time.sleep(WATCH_SECONDS)
+            time.sleep(max(WATCH_SECONDS, 9 * (time.process_time() - used)))  # a tenth of a processor at most
+            used = time.process_time()
             now = following(before)
             yield from changes(before.rows, now.rows, now.columns, time.time())
             before = now

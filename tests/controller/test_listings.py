@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import argparse
+import time
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 
-from hybrid_proxy.controller.commands import listings
+from hybrid_proxy.controller.commands import inspect, listings, views
 from hybrid_proxy.controller.commands.columns import Column, Screen, table
 from hybrid_proxy.controller.commands.listings import Change, ModeRow
 from hybrid_proxy.controller.commands.views import Programmed, frontends, note_lacks
@@ -218,3 +220,28 @@ def test_a_frontend_is_known_by_its_text_and_a_node_port_comes_last(place: tuple
 def test_flows_that_are_over_are_listed_after_those_that_are_not() -> None:
     rows, total = Programmed([("userspace", _Two())], None).flows(1)
     assert ([row.state for row in rows], total) == (["established"], 2)
+
+
+@pytest.mark.parametrize(("busy", "least"), [(0.0, 1.0), (0.3, 2.7)], ids=["short", "long"])
+def test_a_list_that_is_watched_takes_a_tenth_of_a_processor_at_most(
+    busy: float, least: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slept: list[float] = []
+
+    def programmed(*_: object, **__: object) -> Programmed:
+        until = time.process_time() + busy
+        while time.process_time() < until:
+            pass
+        return Programmed([], None)
+
+    def sleep(seconds: float) -> None:
+        slept.append(seconds)
+        if len(slept) == 3:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(views, "programmed", programmed)
+    monkeypatch.setattr("time.sleep", sleep)
+    words = {"admin_socket": "", "pin_root": None, "service": None, "namespace": None}
+    inspect.SERVICES.run(argparse.Namespace(command="services", watch=True, output="json", **words))
+    assert slept[0] == 1.0, "the start is not counted"
+    assert all(least <= seconds < least + 1.0 for seconds in slept[1:])
