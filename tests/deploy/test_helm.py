@@ -36,6 +36,8 @@ SAME = {
     ),
     "base+on-delete":           ("--set", "updateStrategy.type=OnDelete,updateStrategy.rollingUpdate=null"),
     "base+servicemonitor":      ("--set", "serviceMonitor.enabled=true"),
+    "base+priority":            ("--set", "apiPriority=true"),
+    "base+debug":               ("--set", "debug=true"),
     **{f"overlays/{phase}":     ("--set", f"phase={phase}") for phase in PHASES},
 }
 # fmt: on
@@ -122,6 +124,26 @@ def test_a_phase_has_nothing_of_the_agents_and_the_values_of_the_pods(phase: str
     assert folders == ["/kubelet"] * (phase != "takeover")
 
 
+@pytest.mark.parametrize("phase", ["", *PHASES])
+def test_init_containers_have_the_resources_that_they_are_given(phase: str) -> None:
+    objects = rendered("--set", f"phase={phase},initResources.limits.memory=1Gi")
+    (pod,) = (item["spec"]["template"]["spec"] for item in objects if item["kind"] == "DaemonSet")
+    wanted = {"requests": {"cpu": "10m", "memory": "64Mi"}, "limits": {"memory": "1Gi"}}
+    assert [each["resources"] for each in pod["initContainers"]] == [wanted] * len(pod["initContainers"])
+    assert all(each["resources"] != wanted for each in pod["containers"])
+
+
+def test_a_scrape_may_take_as_long_as_it_is_given() -> None:
+    for value, wanted in (("", None), (",serviceMonitor.scrapeTimeout=20s", "20s")):
+        monitor = substance(rendered("--set", f"serviceMonitor.enabled=true{value}"))["ServiceMonitor", "hybrid-proxy"]
+        assert monitor["spec"]["endpoints"][0].get("scrapeTimeout") == wanted
+
+
+def test_a_verbosity_of_ones_own_counts_when_a_fault_is_looked_for() -> None:
+    (daemonset,) = (item for item in rendered("--set", "debug=true,extraArgs={-v=4}") if item["kind"] == "DaemonSet")
+    assert daemonset["spec"]["template"]["spec"]["containers"][0]["args"][-2:] == ["-v=6", "-v=4"]
+
+
 def test_a_rollback_reads_metrics_where_kube_proxy_has_them() -> None:
     asked = [
         rendered("--set", f"phase=rollback{more}")[0]["spec"]["template"]["spec"]["initContainers"][0]["env"]
@@ -199,6 +221,9 @@ def test_the_notes_of_a_phase_name_its_objects(phase: str) -> None:
           ("hybridProxyConfiguration.serveMetrics=false", "with serveMetrics: false"),
       )),
     ("serviceMonitor.interval=30",                  "at '/serviceMonitor/interval': got number, want string"),
+    ("serviceMonitor.scrapeTimeout=soon",           "at '/serviceMonitor/scrapeTimeout': 'soon' does not match"),
+    ("apiPriority=1",                               "at '/apiPriority': got number, want boolean"),
+    ("debug=1",                                     "at '/debug': got number, want boolean"),
     ("prometheusRule.runbookBase=git.example",      "at '/prometheusRule/runbookBase': 'git.example' does not match"),
     ("extraArgs={--proxy-mode=ipvs}",               "extraArgs: --proxy-mode=ipvs: set the value mode, from which"),
     ("extraArgs={-v=6,--proxy-mode=ipvs}",          "extraArgs: --proxy-mode=ipvs: set the value mode, from which"),

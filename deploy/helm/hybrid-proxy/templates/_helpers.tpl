@@ -63,9 +63,7 @@ helm.sh/chart: {{ .Chart.Name }}-{{ .Chart.Version | replace "+" "_" }}
     readOnlyRootFilesystem: true
     capabilities:
       drop: [ALL]
-  resources:
-    requests: {cpu: 10m, memory: 16Mi}
-    limits: {memory: 64Mi}
+  resources: {{- toYaml .Values.initResources | nindent 4 }}
   volumeMounts:
     - {name: seccomp, mountPath: /host/seccomp}
 {{- end }}
@@ -117,7 +115,9 @@ beside: {{ not (empty $name) }}
 {{- end }}
 
 {{- define "hybrid-proxy.capabilities" -}}
-{{- if has .Values.mode (list "auto" "ebpf") -}}
+{{- if .Values.debug -}}
+[BPF, NET_ADMIN, NET_RAW, PERFMON, SYS_ADMIN, SYS_PTRACE]
+{{- else if has .Values.mode (list "auto" "ebpf") -}}
 [BPF, NET_ADMIN, PERFMON]
 {{- else if eq .Values.mode "iptables" -}}
 [BPF, NET_ADMIN, NET_RAW]
