@@ -48,6 +48,9 @@ if command -v VBoxManage >/dev/null; then
     check 'VirtualBox (VBoxManage --version says what is wrong)' VBoxManage --version
     disks=$HOME
     check 'a processor that virtualises (turn it on in the firmware)' grep -Eq 'vmx|svm|CPU implementer' /proc/cpuinfo
+    # Since Linux 6.12 KVM takes the processor as soon as it is loaded.
+    ! ls -d "${MODULES:-/sys/module}"/kvm_* >/dev/null 2>&1 ||
+        echo '! KVM is loaded: VirtualBox may not get the processor (modprobe -r kvm_intel or kvm_amd)'
 else
     check 'VirtualBox, or Vagrant'\''s plugin for libvirt (apt-get install vagrant-libvirt)' has_plugin
     check 'libvirt (apt-get install libvirt-daemon-system; adduser $USER libvirt, and log in again)' \

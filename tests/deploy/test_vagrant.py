@@ -64,7 +64,7 @@ HEADING = "printf 'Filesystem 1024-blocks Used Available\\n/dev/sda1 9 9 "
         ("", "", {"MEMORY": "99999999"}, "299999997 MiB"),
         ("", "", {"KVM": "/dev/none"}, "KVM"),
         ("", "", {"KVM": "/dev/none", "EMULATE": "yes"}, ""),
-        ("VBoxManage", "exit 1", {"KVM": "/dev/none"}, "VirtualBox "),
+        ("VBoxManage", "exit 1", {"KVM": "/dev/none", "MODULES": "/none"}, "VirtualBox "),
     ],
 )  # fmt: skip
 def test_what_a_machine_lacks_is_named(
@@ -79,11 +79,14 @@ def test_what_a_machine_lacks_is_named(
     for name, text in tools.items():
         (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
         (tmp_path / name).chmod(0o755)
-    env = {"PATH": f"{tmp_path}:/usr/bin:/bin", "HOME": "/", "KVM": "/dev/null", "MEMORY": "1", **environment}
+    (tmp_path / "modules/kvm_amd").mkdir(parents=True)
+    given = {"HOME": "/", "KVM": "/dev/null", "MEMORY": "1", "MODULES": str(tmp_path / "modules")}
+    env = {"PATH": f"{tmp_path}:/usr/bin:/bin", **given, **environment}
     done = subprocess.run(["sh", VAGRANT / "check.sh"], env=env, capture_output=True, text=True, check=False)
     lacks = [line.removeprefix("✗ ") for line in done.stdout.splitlines() if not line.startswith(("✓ ", "! "))]
     warned = "! three machines may grow to 60 GiB" in done.stdout
     assert warned == (tool == "df" or "DISKS" in environment)
+    assert ("! KVM is loaded" in done.stdout) == (tool == "VBoxManage" and "MODULES" not in environment)
     if tool == "VBoxManage":  # a virtual machine without nested virtualisation has no such processor
         lacks = [line for line in lacks if not line.startswith("a processor")]
     assert (len(lacks), done.returncode) == ((1, 1) if lack else (0, 0)), done.stdout + done.stderr
