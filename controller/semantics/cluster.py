@@ -8,7 +8,6 @@ one are not kept.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
-from types import MappingProxyType
 from typing import Any
 
 from msgspec.structs import replace
@@ -26,6 +25,14 @@ class Cluster:
         kinds: the kinds that the source announced; the state is complete once each was listed.
         shares: another proxy of this node serves the Services that are not here. A Service that disappears while
             EndpointSlices of it stay has moved there; see `moved`.
+
+    Attributes:
+        services: by `namespace/name`.
+        moved: the Services that another proxy of this node serves since they left the watch, as they were. Our flows to
+            them go on for as long as they have endpoints: a Service that is deleted loses its EndpointSlices.
+        ceded: of these, those of which new flows are the other proxy's alone.
+        node: this node as its object said last, fact by fact: facts that are gone from the API stay; None: never seen.
+        complaints: about parts of objects of which the rest is in use.
     """
 
     def __init__(
@@ -38,20 +45,20 @@ class Cluster:
     ) -> None:
         self._node_name = node_name
         self._shares = shares
-        self._moved: dict[str, model.Service] = {}
-        self.ceded: set[str] = set()  # of these, those of which new flows are the other proxy's alone
+        self.moved: dict[str, model.Service] = {}
+        self.ceded: set[str] = set()
         self._awaited = set(kinds)
-        self._services: dict[str, model.Service] = {}
+        self.services: dict[str, model.Service] = {}
         self._former: dict[str, model.Service] = {}  # that were changed, as they were at the last `take_former`
         self._slices: dict[str, model.EndpointSlice] = {}
         self._of_service: dict[str, dict[str, model.EndpointSlice]] = {}
         self._nodes: dict[str, model.Node] = {}  # at most this node's
         # A zone that was removed while no agent ran is meant to be gone; addresses and podCIDRs never are.
-        self._last = replace(last, zone="") if last is not None and last.name == node_name else None
+        self.node = replace(last, zone="") if last is not None and last.name == node_name else None
         self._unread: dict[str, str] = {}
         self._cidrs: dict[str, model.ServiceCIDR] = {}
         self._problems: dict[tuple[str, str], model.Problem] = {}
-        self.complaints: dict[tuple[str, str], model.Problem] = {}  # about parts of objects of which the rest is in use
+        self.complaints: dict[tuple[str, str], model.Problem] = {}
         self._dirty: set[str] | None = None  # None: everything, before the first call
         self.source_state: model.SourceState | None = None
 
@@ -85,37 +92,24 @@ class Cluster:
 
     def take_former(self) -> dict[str, tuple[model.Service, model.Service | None]]:
         """Returns the Services that were changed since the last call, as they were and as they are."""
-        found = {name: (former, self._services.get(name)) for name, former in self._former.items()}
+        found = {name: (former, self.services.get(name)) for name, former in self._former.items()}
         self._former.clear()
         return found
 
     @property
-    def services(self) -> Mapping[str, model.Service]:
-        """All services by `namespace/name`."""
-        return MappingProxyType(self._services)
-
-    @property
     def extent(self) -> tuple[int, int]:
         """Counts service ports, separately for each address family, and endpoints of ports."""
-        ports = sum([len(service.ports) * max(1, len(service.cluster_ips)) for service in self._services.values()])
+        ports = sum([len(service.ports) * max(1, len(service.cluster_ips)) for service in self.services.values()])
         endpoints = sum([len(one.endpoints) * max(1, len(one.ports)) for one in self._slices.values()])
         return ports, endpoints
 
-    @property
-    def moved(self) -> Mapping[str, model.Service]:
-        """The Services that another proxy of this node serves since they left the watch, as they were.
-
-        Our flows to them go on for as long as they have endpoints: a Service that is deleted loses its EndpointSlices.
-        """
-        return MappingProxyType(self._moved)
-
     def served(self, name: str) -> model.Service | None:
         """Returns the Service of this name, or its last state if it moved."""
-        return self._services.get(name) or self._moved.get(name)
+        return self.services.get(name) or self.moved.get(name)
 
     def cede(self, services: Iterable[str]) -> bool:
         """Serve no new flows of these Services any more, if they moved. True: the table may differ."""
-        new = {name for name in services if name in self._moved} - self.ceded
+        new = {name for name in services if name in self.moved} - self.ceded
         self.ceded |= new
         for name in new:
             self._mark_dirty(name)
@@ -134,11 +128,6 @@ class Cluster:
             service: [end for each in known.values() for end in each.endpoints]
             for service, known in self._of_service.items()
         }
-
-    @property
-    def node(self) -> model.Node | None:
-        """This node as its object said last, fact by fact: facts that are gone from the API stay. None: never seen."""
-        return self._last
 
     @property
     def reported(self) -> model.Node | None:
@@ -164,7 +153,7 @@ class Cluster:
 
         It includes complaints about objects of which the rest is in use.
         """
-        return MappingProxyType(self.complaints | self._problems)
+        return self.complaints | self._problems
 
     # One object
 
@@ -185,13 +174,13 @@ class Cluster:
 
     def _put_service(self, service: model.Service) -> bool:
         key = f"{service.namespace}/{service.name}"
-        known = self._services.get(key)
+        known = self.services.get(key)
         if known == service:
             return False
         if known is not None:
             self._former.setdefault(key, known)
         self._complain("Service", key, service.complaints, in_use=bool(service.ports))
-        self._services[key] = service
+        self.services[key] = service
         self._forget_moved(key)
         self._mark_dirty(key)
         return True
@@ -223,8 +212,8 @@ class Cluster:
             return False
         self._complain("Node", node.name, node.complaints)
         self._nodes[node.name] = node
-        old, self._last = self._last, _with_former_facts(node, self._last)
-        return self._last != old
+        old, self.node = self.node, _with_former_facts(node, self.node)
+        return self.node != old
 
     def _drop(self, kind: str, key: str) -> bool:
         self._complain(kind, key)
@@ -240,13 +229,13 @@ class Cluster:
         return self._cidrs.pop(key, None) is not None
 
     def _drop_service(self, key: str) -> bool:
-        if key not in self._services:
+        if key not in self.services:
             return False
         self._mark_dirty(key)
-        service = self._services.pop(key)
+        service = self.services.pop(key)
         self._former.setdefault(key, service)
         if self._shares and key in self._of_service:
-            self._moved[key] = service
+            self.moved[key] = service
         return True
 
     def _unlink(self, key: str, one: model.EndpointSlice) -> bool:
@@ -260,12 +249,12 @@ class Cluster:
         return changed
 
     def _forget_moved(self, service: str) -> None:
-        self._moved.pop(service, None)
+        self.moved.pop(service, None)
         self.ceded.discard(service)
 
     def _mark_dirty(self, service: str) -> bool:
         """Mark a Service dirty if it is known: a slice without its Service means nothing until that arrives."""
-        is_known = service in self._services or service in self._moved
+        is_known = service in self.services or service in self.moved
         if is_known and self._dirty is not None:
             self._dirty.add(service)
         return is_known
@@ -294,7 +283,7 @@ class Cluster:
     def held(self, kind: str) -> Mapping[str, Any]:
         """The objects of one kind, by their key."""
         held: dict[str, Mapping[str, Any]] = {
-            "Service": self._services, "EndpointSlice": self._slices, "Node": self._nodes, "ServiceCIDR": self._cidrs,
+            "Service": self.services, "EndpointSlice": self._slices, "Node": self._nodes, "ServiceCIDR": self._cidrs,
         }  # fmt: skip
         return held.get(kind, {})
 

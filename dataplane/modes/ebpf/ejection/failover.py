@@ -82,8 +82,8 @@ class Failover:
         # No backend's count grows while the counters stand still.
         failures = self._failures = store.failures() if news or self._failures else {}
         probe_failures, now = self._probe_failures(), time.monotonic()
-        shares = self._failing_shares(store, now) if news or self._shares.open else {}
-        if not (failures or probe_failures or shares or self._detector.has_records or store.plan.ejections):
+        shares = self._failing_shares(store, now) if news or self._shares.intervals else {}
+        if not (failures or probe_failures or shares or self._detector.records or store.plan.ejections):
             self._let_start(store, now)
             return []
         known = _Numbers(store)
@@ -110,7 +110,7 @@ class Failover:
         failed, before = failed_connections(store.maps.maps), self._failed
         self._failed = failed
         changed = [number for number, count in failed.items() if before.get(number) != count]
-        ports = store.ports_of(changed) | {*self._shares.open}
+        ports = store.ports_of(changed) | {*self._shares.intervals}
         return self._shares.evaluate(now, store.connections(ports, failed))
 
     def _let_start(self, store: Store, now: float) -> None:

@@ -17,7 +17,7 @@ twice their connections.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Container, Hashable, Mapping
+from collections.abc import Container, Hashable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Final, Generic, TypeVar
@@ -77,31 +77,29 @@ class FailureShares(Generic[Group, Subject]):
     Args:
         percentage: of failed connections at which a backend is an outlier; 0: none is.
         volume: connections in an interval without which a backend is not judged.
+
+    Attributes:
+        intervals: by service port; the next `evaluate` needs the counts of each of these.
     """
 
     def __init__(self, percentage: int, volume: int) -> None:
         self.percentage, self.volume = percentage, volume
-        self._intervals: dict[Group, _Interval[Subject]] = {}
-
-    @property
-    def open(self) -> Collection[Group]:
-        """The service ports whose counts the next `evaluate` needs."""
-        return self._intervals.keys()
+        self.intervals: dict[Group, _Interval[Subject]] = {}
 
     def evaluate(self, now: float, totals: Mapping[Group, Mapping[Subject, Counts]]) -> dict[Subject, str]:
         """Returns the outliers, each with the reason.
 
         Args:
             now: the time in seconds, never less than the last time.
-            totals: of all backends of each service port that has failures since the last call, or is `open`.
+            totals: of all backends of each service port that has failures since the last call, or an interval.
         """
         found: dict[Subject, str] = {}
-        for group in self._intervals.keys() - totals.keys():
-            del self._intervals[group]  # it exists no longer
+        for group in self.intervals.keys() - totals.keys():
+            del self.intervals[group]  # it exists no longer
         for group, backends in totals.items():
-            interval = self._intervals.get(group)
+            interval = self.intervals.get(group)
             if interval is None:
-                self._intervals[group] = _Interval(now, dict(backends))
+                self.intervals[group] = _Interval(now, dict(backends))
                 continue
             counts = {subject: interval.since(subject, total) for subject, total in backends.items()}
             passed = now - interval.began
@@ -111,7 +109,7 @@ class FailureShares(Generic[Group, Subject]):
                 interval.first[subject] = backends[subject]
             lacking = any(failed and begun < self.volume for begun, failed in counts.values())
             if passed >= (LONGEST_INTERVAL if lacking else INTERVAL):
-                del self._intervals[group]
+                del self.intervals[group]
         return found
 
     def _outliers(self, counts: Mapping[Subject, Counts]) -> list[Subject]:
@@ -143,17 +141,15 @@ class OutlierDetector(Generic[Subject]):
 
     Args:
         limit: consecutive failures at which a backend is ejected; 0: only probes eject.
+
+    Attributes:
+        records: while there are some, an evaluation may change something although no failure was counted.
     """
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
-        self._records: dict[Subject, _Record] = {}
+        self.records: dict[Subject, _Record] = {}
         self.ejections: dict[Subject, Ejection] = {}
-
-    @property
-    def has_records(self) -> bool:
-        """True if an evaluation may change something although no failure was counted."""
-        return bool(self._records)
 
     @property
     def readmission_failures(self) -> int:
@@ -182,14 +178,14 @@ class OutlierDetector(Generic[Subject]):
             for subject, count in failures.items() if 0 < self.limit <= count
         }  # fmt: skip
         failing |= shares
-        for subject in dict.fromkeys((*self._records, *probe_failures, *failing)):
-            record = self._records.setdefault(subject, _Record())
+        for subject in dict.fromkeys((*self.records, *probe_failures, *failing)):
+            record = self.records.setdefault(subject, _Record())
             if subject in known:
                 self._update(record, now, failing.get(subject, ""), probe_failures.get(subject, ""))
             quiet = record.ejection is None and not failures.get(subject, 0)
             if subject not in known or (quiet and now - record.readmitted >= record.period):
-                del self._records[subject]
-        self.ejections = {s: ejection for s, record in self._records.items() if (ejection := record.ejection)}
+                del self.records[subject]
+        self.ejections = {s: ejection for s, record in self.records.items() if (ejection := record.ejection)}
         return [subject for subject in before if subject not in self.ejections and subject in known]
 
     def _update(self, record: _Record, now: float, failure: str, probe_failure: str) -> None:

@@ -87,7 +87,7 @@ def test_what_probes_say_holds_until_they_succeed() -> None:
     assert evaluate_at(detector, 10_000.0, {A: 9}, {A: "status 500"}) == {A}
     assert detector.ejections[A].reason == "status 500"
     assert detector.evaluate(10_001.0, {A: 9}, {}, ALL) == [A], "what was counted in that time is forgiven"
-    assert not detector.has_records or evaluate_at(detector, 10_002.0, {}) == set()
+    assert not detector.records or evaluate_at(detector, 10_002.0, {}) == set()
 
 
 def test_a_probe_that_succeeds_frees_at_once_whom_both_had_accused() -> None:
@@ -164,7 +164,7 @@ def test_an_interval_ends_and_the_next_begins_with_a_failure() -> None:
     shares = FailureShares[str, str](20, 20)
     shares.evaluate(0.0, counts((0, 0), (0, 0)))
     assert shares.evaluate(INTERVAL, counts((100, 10), (100, 0))) == {}
-    assert not shares.open
+    assert not shares.intervals
     assert shares.evaluate(11.0, counts((101, 11), (100, 0))) == {}
     assert shares.evaluate(12.0, counts((130, 20), (100, 0))).keys() == {A}, "9 of 29, not 20 of 130"
 
@@ -173,12 +173,12 @@ def test_who_has_few_connections_gets_more_time() -> None:
     shares = FailureShares[str, str](20, 20)
     shares.evaluate(0.0, counts((0, 0), (0, 0)))
     assert shares.evaluate(INTERVAL, counts((10, 5), (10, 0))) == {}
-    assert shares.open
+    assert shares.intervals
     assert shares.evaluate(25.0, counts((22, 18), (50, 0))).keys() == {A}
     shares = FailureShares[str, str](20, 20)
     shares.evaluate(0.0, counts((0, 0), (0, 0)))
     assert shares.evaluate(LONGEST_INTERVAL, counts((19, 9), (19, 0))) == {}
-    assert not shares.open
+    assert not shares.intervals
 
 
 def test_counts_that_begin_anew_and_ports_that_go() -> None:
@@ -188,7 +188,7 @@ def test_counts_that_begin_anew_and_ports_that_go() -> None:
     assert shares.evaluate(2.0, counts((105, 55), (0, 0))).keys() == {A}
     assert shares.evaluate(3.0, counts((105, 55), (0, 0))) == {}, "said once"
     assert shares.evaluate(3.0, {}) == {}
-    assert not shares.open
+    assert not shares.intervals
 
 
 def test_a_share_ejects_as_consecutive_failures_do() -> None:
