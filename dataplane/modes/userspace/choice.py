@@ -6,10 +6,10 @@ from collections import OrderedDict
 from collections.abc import Collection
 from typing import Final
 
+from hybrid_proxy.dataplane.modes.userspace.messages import Pair
+
 SUSPECT_SECONDS: Final = 5.0
 MAX_CLIENTS: Final = 262_144  # with affinity, of one service port: the least recently used is forgotten first
-
-Pair = tuple[str, int]
 
 
 class Chooser:

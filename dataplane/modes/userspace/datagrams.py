@@ -33,9 +33,7 @@ Key = tuple[Port, tuple[str, int]]
 class Session:
     """One client at one proxy port, with its backend."""
 
-    __slots__ = (
-        "answered", "backend", "began", "client", "lasting", "port", "sessions", "sock", "tried", "unanswered", "used",
-    )  # fmt: skip
+    __slots__ = ("answered", "backend", "began", "client", "port", "sessions", "sock", "tried", "unanswered", "used")
 
     def __init__(self, sessions: Sessions, port: Port, client: tuple[str, int]) -> None:
         self.sessions = sessions
@@ -47,7 +45,6 @@ class Session:
         self.unanswered = b""  # the last datagram, until a reply came: it can be sent again, to another backend
         self.began = self.used = sessions.state.loop.time()
         self.answered = False
-        self.lasting = False
 
     def describe(self) -> Conversation:
         """Returns the session as a row of a listing."""
@@ -226,10 +223,9 @@ class Sessions:
     def _touch(self, session: Session) -> None:
         now = session.used = self.state.loop.time()
         key = (session.port, session.client)
-        if session.lasting:
+        if key in self.long:
             self.long.move_to_end(key)
         elif session.answered and now - session.began > CONVERSATION:
-            session.lasting = True
             del self.short[key]
             self.long[key] = session
         else:

@@ -12,6 +12,7 @@ import struct
 import time
 from typing import Final
 
+from hybrid_proxy.dataplane.kernel.netlink import AF
 from hybrid_proxy.dataplane.kernel.tcp_segments import checksum
 
 _V4: Final = struct.Struct("!BBHHHBBH4s4s")
@@ -58,9 +59,8 @@ class IcmpErrors:
 
 def _open(family: int) -> socket.socket | None:
     try:
-        if family == 4:
-            return socket.socket(socket.AF_INET, socket.SOCK_RAW | socket.SOCK_NONBLOCK, socket.IPPROTO_ICMP)
-        return socket.socket(socket.AF_INET6, socket.SOCK_RAW | socket.SOCK_NONBLOCK, socket.IPPROTO_ICMPV6)
+        protocol = socket.IPPROTO_ICMP if family == 4 else socket.IPPROTO_ICMPV6
+        return socket.socket(AF[family], socket.SOCK_RAW | socket.SOCK_NONBLOCK, protocol)
     except OSError:
         return None
 
@@ -68,11 +68,10 @@ def _open(family: int) -> socket.socket | None:
 def message(family: int, client: tuple[str, int], listener: tuple[str, int], data: bytes) -> bytes:
     """Returns port unreachable for a datagram of the client. The kernel adds the checksum of ICMPv6."""
     udp = _UDP.pack(client[1], listener[1], _UDP.size + len(data), 0) + data[:QUOTED]
+    addresses = [socket.inet_pton(AF[family], address) for address in (client[0], listener[0])]
     if family == 6:
-        addresses = [socket.inet_pton(socket.AF_INET6, address) for address in (client[0], listener[0])]
         inner = _V6.pack(6 << 28, _UDP.size + len(data), socket.IPPROTO_UDP, 64, *addresses) + udp
         return struct.pack("!BBHI", 1, 4, 0, 0) + inner
-    addresses = [socket.inet_aton(address) for address in (client[0], listener[0])]
     head = _V4.pack(0x45, 0, _V4.size + _UDP.size + len(data), 0, 0, 64, socket.IPPROTO_UDP, 0, *addresses)
     head = head[:10] + struct.pack("!H", checksum(head)) + head[12:]
     body = head + udp

@@ -82,7 +82,6 @@ class Hello(msgspec.Struct, frozen=True, tag=True):
     """The first message of every connection. A relay has at most one agent; other clients may only read."""
 
     agent: bool
-    version: int = VERSION
 
 
 class Apply(msgspec.Struct, frozen=True, tag=True):
@@ -119,8 +118,6 @@ class Welcome(msgspec.Struct, frozen=True, tag=True):
     """The relay's answer to `Hello`."""
 
     pid: int
-    version: int = VERSION
-    ports: int = 0
 
 
 class Refused(msgspec.Struct, frozen=True, tag=True):

@@ -402,7 +402,7 @@ def _stop_redirecting() -> None:
     with contextlib.suppress(OSError), contextlib.closing(Kernel(TABLE)) as kernel:  # else there is no nf_tables
         for family in FAMILIES.values():
             with contextlib.suppress(NftablesError):  # there is no table
-                kernel.commit((family, tables.drain()))
+                kernel.commit((family, [op.FlushChain(chain) for chain in tables.LEADING]))
 
 
 def clean(options: Options) -> int:

@@ -207,8 +207,8 @@ class Relay:
         """Answers one agent or reader until it hangs up."""
         self.state.used += 1
         try:
-            pid, allowed = _peer(writer)
-            agent = False
+            pid, uid = peer_of(writer.get_extra_info("socket"))
+            allowed, agent = uid in {0, os.geteuid()}, False
             if not allowed:  # their messages are not read: a forged length could cost 4 GiB of memory
                 writer.write(m.pack(m.Refused("only root may talk to the relay")))
                 await writer.drain()
@@ -237,7 +237,7 @@ class Relay:
             if self.agent is not None and self.agent is not writer:
                 return m.Refused(f"process {self.agent_pid}")
             self.agent, self.agent_pid = writer, pid
-        return m.Welcome(os.getpid(), m.VERSION, len(self.services))
+        return m.Welcome(os.getpid())
 
     async def _answer(self, request: m.Request, *, agent: bool) -> m.Answer:
         match request:
@@ -267,12 +267,6 @@ class Relay:
             flow.reset()
         for session in list(self.sessions.by_client.values()):
             self.sessions.end(session)
-
-
-def _peer(writer: asyncio.StreamWriter) -> tuple[int, bool]:
-    """Returns the id of the process at the other end, and whether it may use the relay."""
-    pid, uid = peer_of(writer.get_extra_info("socket"))
-    return pid, uid in {0, os.geteuid()}
 
 
 async def _serve(line: socket.socket) -> None:

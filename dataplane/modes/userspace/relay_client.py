@@ -39,9 +39,9 @@ class RelayClient:
         DataplaneError: it hung up, or sent something that is no message.
     """
 
-    def __init__(self, sock: socket.socket, *, agent: bool, started: bool = False) -> None:
+    def __init__(self, sock: socket.socket, *, agent: bool) -> None:
         self.sock = sock
-        self.started = started
+        self.started = False
         self.broken = False
         self._watchers: list[socket.socket] = []  # closing one ends the thread that polls its peer
         answer = self.ask(m.Hello(agent), m.Welcome, refused=Occupied, seconds=HELLO_SECONDS)

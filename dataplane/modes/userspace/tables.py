@@ -247,8 +247,3 @@ def differences(
     found = {(name, key): value for name, held in contents.items() for key, (value, _) in held.items()}
     wanted = _node_elements(family, node) | elements
     return [*ruleset.repair(skeleton), *change(found, wanted), *ruleset.remove_foreign(skeleton)]
-
-
-def drain() -> list[op.Operation]:
-    """Returns the operations that empty the chains of new flows; the next full sync writes them again."""
-    return [op.FlushChain(chain) for chain in LEADING]
