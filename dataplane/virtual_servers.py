@@ -41,7 +41,6 @@ class Load(NamedTuple):
     weight: int
     active: int = 0
     inactive: int = 0
-    persistent: int = 0
 
 
 class Connection(NamedTuple):

@@ -31,7 +31,7 @@ from hybrid_proxy.controller.agent.modes import (
     forget_connections,
     left_here,
     open_first,
-    open_for_draining,
+    open_mode,
     outlived,
     remembered,
 )
@@ -216,7 +216,7 @@ class ActiveMode:
         try:
             if not outlived(name, self.choice.effective):
                 if name not in self.draining.names:
-                    self.draining.keep(open_for_draining(name, self.config.options))
+                    self.draining.keep(open_mode(name).open(self.config.options, lambda: None))
                 self.draining.start(name, table)
                 return
         except Unsupported as error:

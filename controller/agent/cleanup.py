@@ -13,7 +13,7 @@ from typing import Final
 
 from msgspec.structs import replace
 
-from hybrid_proxy.controller.agent.modes import clean_others, collect, open_for_draining, open_mode
+from hybrid_proxy.controller.agent.modes import clean_others, collect, open_mode
 from hybrid_proxy.controller.serving.memory import forget, memory_path, recall
 from hybrid_proxy.controller.serving.protocol import still_open
 from hybrid_proxy.controller.settings.config import Config, available_modes
@@ -128,7 +128,7 @@ def _counting(name: str, options: Options) -> Iterator[Callable[[], int]]:
     """
     programmer = None
     with contextlib.suppress(DataplaneError, OSError):  # then nothing forgets them: those that end are still seen
-        programmer = open_for_draining(name, options)
+        programmer = open_mode(name).open(options, lambda: None)
     if programmer is not None:
         with contextlib.closing(programmer):
             yield lambda: sum(programmer.open_flows(EMPTY).values())

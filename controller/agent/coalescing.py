@@ -97,6 +97,6 @@ def _key(event: Event) -> _Key:
 
 def _summary(event: Upserted | Removed) -> Superseded:
     if isinstance(event, Removed):
-        return Superseded(event.kind, event.received)
+        return Superseded(event.received)
     family = event.object.family if isinstance(event.object, EndpointSlice) else 0
-    return Superseded(kind_of(event.object), event.received, family, event.triggered)
+    return Superseded(event.received, family, event.triggered)

@@ -150,15 +150,6 @@ def outlived(name: str, effective: str) -> bool:
     return mode.conntrack and mode.drain is None and open_mode(effective).conntrack
 
 
-def open_for_draining(name: str, options: Options) -> Programmer:
-    """Opens another mode, which adopts what an agent left of it here.
-
-    Raises:
-        DataplaneError, OSError: it cannot be opened.
-    """
-    return open_mode(name).open(options, lambda: None)
-
-
 def collect(options: Options, report: Callable[[str], None] = log.info) -> None:
     """Remove what agents have left of network namespaces that are gone. A failure is logged."""
     try:

@@ -145,20 +145,16 @@ def _watch(args: argparse.Namespace, read: _Read) -> int:
     start = [Change("added", row, time.time()) for row in first.rows]
     likely = [*start, *(msgspec.structs.replace(one, what="-" * 40) for one in start[-1:])]
 
-    def following(before: _Found) -> _Found:
-        """A service that goes is gone, and may come again."""
-        try:
-            return _read(args, read)
-        except UnknownName:
-            return before._replace(rows=[])
-
     def followed() -> Iterator[Change[Any]]:
         yield from start
         before, used = first, time.process_time()
         while True:
             time.sleep(max(WATCH_SECONDS, 9 * (time.process_time() - used)))  # a tenth of a processor at most
             used = time.process_time()
-            now = following(before)
+            try:
+                now = _read(args, read)
+            except UnknownName:  # a service that goes is gone, and may come again
+                now = before._replace(rows=[])
             yield from changes(before.rows, now.rows, now.columns, time.time())
             before = now
 

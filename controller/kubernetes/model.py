@@ -115,7 +115,6 @@ class Ignored(msgspec.Struct, frozen=True):
     It counts as absent; `why` is for the log and for `explain`.
     """
 
-    kind: str
     key: str
     why: str
 
@@ -240,7 +239,6 @@ class Superseded(msgspec.Struct, frozen=True, gc=False):
     `family` is that of an EndpointSlice, 0 for other kinds and where the object is gone.
     """
 
-    kind: str
     received: float = 0.0
     family: int = 0
     triggered: float = 0.0

@@ -267,11 +267,8 @@ class _Complaints(list[str]):
             return []
         found: dict[_Read, None] = {}
         for index, item in enumerate(self.few(list(items), field, _MAX_ADDRESSES)):
-            if item:
-                try:
-                    found[read(item, f"{field}[{index}]")] = None
-                except _BadError as error:
-                    self.add(error.field, error.problem)
+            if item and (made := self.part(None, read, item, f"{field}[{index}]")) is not None:
+                found[made] = None
         return list(found)
 
     def few(self, items: list[_Read], field: str, most: int) -> list[_Read]:
@@ -360,14 +357,13 @@ def _cidr(text: str, field: str) -> str:
 
 
 # Tuples that are the same all over a cluster, kept once. Bounded: a cluster where all differ gains nothing.
-_SHARED: dict[tuple[Any, ...], tuple[Any, ...]] = {}
-_T = TypeVar("_T", bound=tuple[Any, ...])
+_SHARED: dict[tuple[str, ...], tuple[str, ...]] = {}
 
 
-def _shared(items: _T) -> _T:
+def _shared(names: tuple[str, ...]) -> tuple[str, ...]:
     if len(_SHARED) > 8192:
         _SHARED.clear()
-    return _SHARED.setdefault(items, items)  # type: ignore[return-value]
+    return _SHARED.setdefault(names, names)
 
 
 # -------------------------------------------------------------------------------------------- the kinds
@@ -379,8 +375,8 @@ def _namespaced(metadata: _Meta) -> tuple[str, str]:
     return namespace, _checked_name(metadata.name, "metadata.name")
 
 
-def _ignored(kind: str, metadata: _Meta, why: str) -> Ignored:
-    return Ignored(kind, "/".join(_namespaced(metadata)), why)
+def _ignored(metadata: _Meta, why: str) -> Ignored:
+    return Ignored("/".join(_namespaced(metadata)), why)
 
 
 def _of_another_proxy(wire: _Service, proxy_name: str | None) -> Ignored | None:
@@ -390,7 +386,7 @@ def _of_another_proxy(wire: _Service, proxy_name: str | None) -> Ignored | None:
     if label == (UNSET if proxy_name is None else proxy_name):
         return None
     said = "without" if label is UNSET else "with another value of" if proxy_name is not None else "with"
-    return _ignored("Service", metadata, f"{said} label {PROXY_NAME}: another proxy serves it")
+    return _ignored(metadata, f"{said} label {PROXY_NAME}: another proxy serves it")
 
 
 def _service(wire: _Service) -> Service | Ignored:
@@ -399,12 +395,12 @@ def _service(wire: _Service) -> Service | Ignored:
     namespace, name = _namespaced(metadata)
     kind = spec.type or "ClusterIP"
     if kind == "ExternalName":
-        return _ignored("Service", metadata, "type ExternalName: it is a DNS name alone")
+        return _ignored(metadata, "type ExternalName: it is a DNS name alone")
     texts = [text for text in spec.cluster_ips or () if text] or ([spec.cluster_ip] if spec.cluster_ip else [])
     if spec.cluster_ip == "None" or "None" in texts:
-        return _ignored("Service", metadata, "headless: clusterIP is None, clients connect to pods directly")
+        return _ignored(metadata, "headless: clusterIP is None, clients connect to pods directly")
     if not texts:
-        return _ignored("Service", metadata, "no cluster IP yet")
+        return _ignored(metadata, "no cluster IP yet")
     said = _Complaints()
     if kind not in _SERVICE_TYPES:
         said.add("spec.type", f"{shown(kind)} is not one of {', '.join(sorted(_SERVICE_TYPES))}")
@@ -643,12 +639,11 @@ def _slice(wire: _EndpointSlice) -> EndpointSlice | Ignored:
     namespace, name = _namespaced(metadata)
     labels = metadata.labels
     if labels is None or not labels.service:
-        return _ignored("EndpointSlice", metadata, "no label kubernetes.io/service-name: it belongs to no service")
+        return _ignored(metadata, "no label kubernetes.io/service-name: it belongs to no service")
     if labels.headless is not UNSET:
-        why = "label service.kubernetes.io/headless: clients connect to pods directly"
-        return _ignored("EndpointSlice", metadata, why)
+        return _ignored(metadata, "label service.kubernetes.io/headless: clients connect to pods directly")
     if wire.address_type == "FQDN":
-        return _ignored("EndpointSlice", metadata, "addressType FQDN: names are not proxied")
+        return _ignored(metadata, "addressType FQDN: names are not proxied")
     if wire.address_type not in ("IPv4", "IPv6"):
         problem = f"{shown(wire.address_type)} is not IPv4, IPv6 or FQDN" if wire.address_type else "missing"
         _fail("addressType", problem)

@@ -7,7 +7,7 @@ is built once for each table, so that thousands of packets are quick.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from functools import cached_property
+from functools import cached_property, lru_cache, partial
 from ipaddress import IPv4Address, IPv4Network, IPv6Address, IPv6Network, ip_address, ip_network
 from typing import Any, Final, Literal, NamedTuple
 
@@ -184,7 +184,6 @@ class Explainer:
         self._loopback = frozenset(node.loopback)
         self._pods: list[Network] = [ip_network(prefix) for prefix in node.pods.prefixes]
         self._service_cidrs: list[Network] = [ip_network(cidr) for cidr in node.service_cidrs]
-        self._ranges: dict[str, Network] = {}
 
     def explain(self, packet: Packet) -> Verdict:
         """Returns the verdict on a packet.
@@ -273,7 +272,7 @@ class Explainer:
         where = f"{socket_text(str(dst), packet.port)}/{entry.protocol.name}"
         says = [f"{where} is the {frontend.kind.value} of {entry.name}."]
         ranges = frontend.source_ranges
-        if ranges is not None and not any(src in self._range(cidr) for cidr in ranges):
+        if ranges is not None and not any(src in _range(cidr) for cidr in ranges):
             why = f"{src} is not in {', '.join(ranges)}"
             says.append(f"loadBalancerSourceRanges: {why}.")
             return Verdict(packet.name, "drop", " ".join(says), service=entry.name, rule="source-ranges", why=why)
@@ -326,13 +325,8 @@ class Explainer:
             return "external", "pods are known by their interface, not by an address; give the class to say otherwise"
         return "external", "neither an address of the node nor in a pod range"
 
-    def _range(self, cidr: str) -> Network:
-        found = self._ranges.get(cidr)
-        if found is None:
-            found = self._ranges[cidr] = ip_network(cidr, strict=False)
-        return found
 
-
+_range = lru_cache(4096)(partial(ip_network, strict=False))
 _A_CLASS: Final = {"pod": "a pod", "node": "this node", "external": "outside the cluster"}
 
 

@@ -35,8 +35,6 @@ class Durations:
         families: 4, 6 or both; without them all is one.
     """
 
-    __slots__ = ("bounds", "counts", "name", "sums", "text")
-
     def __init__(self, name: str, text: str, bounds: Sequence[float], families: Sequence[int] = ()) -> None:
         self.name, self.text, self.bounds = name, text, bounds
         self.counts = {family: [0] * (len(bounds) + 1) for family in families or (0,)}

@@ -238,7 +238,7 @@ def _read_destination(data: bytes, family: int) -> tuple[Destination, Load]:
     known = dict(nl.attributes(data))
     if _D_FAMILY in known:
         family = _FAMILY[socket.AddressFamily(_U16.unpack(known[_D_FAMILY])[0])]
-    counts = (_U32.unpack(known[kind])[0] for kind in (_D_WEIGHT, _D_ACTIVE, _D_INACTIVE, _D_PERSIST))
+    counts = (_U32.unpack(known[kind])[0] for kind in (_D_WEIGHT, _D_ACTIVE, _D_INACTIVE))
     return Destination(_address(known[_D_ADDR], family), _BE16.unpack(known[_D_PORT])[0]), Load(*counts)
 
 

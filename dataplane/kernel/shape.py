@@ -62,11 +62,6 @@ def declared(program: Object) -> dict[str, Shape]:
     return found
 
 
-def is_map(descriptor: int) -> bool:
-    """True if a descriptor of a BPF object is a map's, and not a program's or a link's."""
-    return os.readlink(f"/proc/self/fd/{descriptor}") == "anon_inode:bpf-map"  # noqa: PTH115 (no path: a label)
-
-
 def is_pin(path: Path) -> bool:
     """True if something is pinned there, and no folder or symbolic link is in its place."""
     try:
@@ -80,7 +75,7 @@ def pinned(path: Path) -> Shape | None:
     if path.is_symlink() or path.is_dir():
         return None
     with scoped(check(library().bpf_obj_get(str(path).encode()), f"opening what is pinned at {path}")) as descriptor:
-        if not is_map(descriptor):
+        if os.readlink(f"/proc/self/fd/{descriptor}") != "anon_inode:bpf-map":  # noqa: PTH115 (no path: a label)
             return None
         info = described(descriptor, "map", f"the map at {path}")
     name = ffi.string(info.name).decode(errors="replace")

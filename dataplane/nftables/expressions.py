@@ -235,7 +235,8 @@ def masquerade() -> Part:
 
 
 def reject_tcp() -> Part:
-    return *is_tcp(), _reject(nf.NFT_REJECT_TCP_RST, 0)
+    tcp = compare(0, bytes([Transport.TCP]))
+    return meta(nf.NFT_META_L4PROTO, 0), tcp, _reject(nf.NFT_REJECT_TCP_RST, 0)
 
 
 def _reject(kind: int, code: int) -> Expression:
@@ -275,10 +276,6 @@ def invalid() -> Part:
 def new() -> Part:
     """Matches if the packet begins a connection."""
     return _ct_flag(nf.NFT_CT_STATE, NF_CT_STATE_NEW_BIT)
-
-
-def is_tcp() -> Part:
-    return meta(nf.NFT_META_L4PROTO, 0), compare(0, bytes([Transport.TCP]))
 
 
 def is_reply() -> Part:

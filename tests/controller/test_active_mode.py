@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Collection, Mapping
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -160,11 +161,11 @@ def cleaned(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def test_a_mode_before_that_need_not_drain_is_removed_at_once(
     mode: ActiveMode, cleaned: list[str], monkeypatch: pytest.MonkeyPatch, unable: bool
 ) -> None:
-    def open_for_draining(*_: object) -> Programmer:
+    def open_it(*_: object) -> Programmer:
         raise Unsupported("a feature", "not here")
 
     monkeypatch.setattr(active_mode, "outlived", lambda *_: not unable)
-    monkeypatch.setattr(active_mode, "open_for_draining", open_for_draining)
+    monkeypatch.setattr(active_mode, "open_mode", lambda _: SimpleNamespace(open=open_it))
     mode.programmed()
     mode.take_over(EMPTY)
     assert (cleaned, mode.draining.names) == (["left"], frozenset())
@@ -176,12 +177,12 @@ def test_a_mode_before_that_cannot_be_opened_to_drain_is_tried_again(
     """Nobody removes it meanwhile."""
     answers: list[Any] = [DataplaneError("not now"), DataplaneError("nor now"), Fake("left")]
 
-    def open_for_draining(*_: object) -> Programmer:
+    def open_it(*_: object) -> Programmer:
         if isinstance(answer := answers.pop(0), DataplaneError):
             raise answer
         return answer
 
-    monkeypatch.setattr(active_mode, "open_for_draining", open_for_draining)
+    monkeypatch.setattr(active_mode, "open_mode", lambda _: SimpleNamespace(open=open_it))
     mode.programmed()
     mode.take_over(EMPTY)
     assert (cleaned, mode.draining.names) == ([], frozenset())
@@ -195,12 +196,12 @@ def test_a_mode_before_that_cannot_be_opened_to_drain_is_tried_again(
 def test_a_mode_before_that_is_chosen_again_is_not_opened_to_drain(
     mode: ActiveMode, cleaned: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def open_for_draining(*_: object) -> None:
+    def open_it(*_: object) -> None:
         tries.append(1)
         raise DataplaneError("not now")
 
     tries: list[int] = []
-    monkeypatch.setattr(active_mode, "open_for_draining", open_for_draining)
+    monkeypatch.setattr(active_mode, "open_mode", lambda _: SimpleNamespace(open=open_it))
     mode.programmed()
     mode.take_over(EMPTY)
     assert mode.replace(config("left")) is None

@@ -56,7 +56,7 @@ def test_what_was_overtaken_counts_as_long_as_it_took() -> None:
     """A change that waited, and that another one of its object overtook, was programmed with that one."""
     counters = Counters(started=100.0)
     one = EndpointSlice("d", "s", "d/web", 4, endpoints=(Endpoint("10.0.0.1"),))
-    older = (Superseded("EndpointSlice", 1.0, 4, 110.0), Superseded("EndpointSlice", 2.0, 4, 50.0))
+    older = (Superseded(1.0, 4, 110.0), Superseded(2.0, 4, 50.0))
     counters.record_event(Upserted(one, 3.0, 112.0), changed=True, wall=113.0, superseded=older)
     counters.record_sync(EMPTY, 0.001, (), 120.0)
     assert counters.endpoint_changes == 3

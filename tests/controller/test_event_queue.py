@@ -45,13 +45,13 @@ class TestWaiting:
     def test_the_last_event_of_an_object_is_kept(self) -> None:
         first, second, other = Upserted(web(1), 1.0, 10.0), Upserted(web(1, "10.0.0.1"), 2.0, 20.0), Upserted(web(2))
         taken = queued(first, other, second).take()
-        assert taken == [QueuedEvent(other), QueuedEvent(second, (Superseded("EndpointSlice", 1.0, 4, 10.0),))]
+        assert taken == [QueuedEvent(other), QueuedEvent(second, (Superseded(1.0, 4, 10.0),))]
 
     def test_what_was_overtaken_is_kept_through_several_steps(self) -> None:
         events = [Upserted(web(1), 1.0, 10.0), Removed("EndpointSlice", "d/s1", 2.0), Upserted(web(1), 3.0, 30.0)]
         (taken,) = queued(*events).take()
         assert taken.event is events[-1]
-        assert taken.superseded == (Superseded("EndpointSlice", 1.0, 4, 10.0), Superseded("EndpointSlice", 2.0))
+        assert taken.superseded == (Superseded(1.0, 4, 10.0), Superseded(2.0))
 
     def test_a_list_overtakes_its_kind_and_no_other(self) -> None:
         service = Upserted(Service("d", "web1", "ClusterIP"), 1.0)
@@ -59,7 +59,7 @@ class TestWaiting:
         taken = queued(Upserted(web(1), 1.0), service, Upserted(web(2), 2.0), listed).take()
         assert taken == [
             QueuedEvent(service),
-            QueuedEvent(listed, (Superseded("EndpointSlice", 1.0, 4), Superseded("EndpointSlice", 2.0, 4))),
+            QueuedEvent(listed, (Superseded(1.0, 4), Superseded(2.0, 4))),
         ]  # fmt: skip
 
     def test_what_comes_after_a_list_stays_after_it(self) -> None:

@@ -236,7 +236,7 @@ def test_latency_counts_from_arrival(world: World) -> None:
     world.sync(first=True)
     world.change(1, received=world.now)
     world.now += 0.25
-    world.change(2, world.now, Superseded("Service", world.now - 0.125))
+    world.change(2, world.now, Superseded(world.now - 0.125))
     world.now += 0.5
     world.sync()
     assert sorted(world.syncer.latencies) == [0.5, 0.625, 0.75]

@@ -20,8 +20,7 @@ _FRONTEND: Final = re.compile(
 )
 _TARGET: Final = re.compile(r" (?:-j|-g) (\S+)")
 _GOAL: Final = re.compile(r"--to-destination (\S+)")
-_PROTOCOLS: Final = {"tcp": Protocol.TCP, "udp": Protocol.UDP, "sctp": Protocol.SCTP}
-_NUMBERS: Final = {str(int(protocol)): protocol for protocol in Protocol}
+_PROTOCOLS: Final = {text: each for each in Protocol for text in (each.name.lower(), str(int(each)))}
 
 
 class _Found(NamedTuple):
@@ -100,10 +99,8 @@ class Programmed(View):
 
 def _frontend(family: int, rule: str) -> _Found | None:
     match = _FRONTEND.match(rule)
-    if match is None:
-        return None
-    protocol = _PROTOCOLS.get(match["protocol"]) or _NUMBERS.get(match["protocol"])
-    if protocol is None:
+    protocol = _PROTOCOLS.get(match["protocol"]) if match else None
+    if match is None or protocol is None:
         return None
     return _Found(family, match["name"], match["kind"], match["address"], int(match["port"]), protocol, match["target"])
 

@@ -121,7 +121,7 @@ class Plan:
 
     def fill(self, services: Iterable[tuple[Entry, ...]], *, replace: bool) -> Iterator[op.Operation]:
         """Create the table, or replace the existing one."""
-        yield from self._ruleset().create(replace=replace)
+        yield from self.ruleset().create(replace=replace)
         yield from additions(self.always)
         waiting = iter(services)
         while chunk := tuple(itertools.islice(waiting, CHUNK)):
@@ -143,7 +143,7 @@ class Plan:
                     gone.append(place)
         gone += [(name, key) for name, left in found.contents.items() for key in left]
         self._new_picks()
-        ruleset = self._ruleset()
+        ruleset = self.ruleset()
         return [
             *ruleset.repair(found.skeleton),
             *deletions(gone),
@@ -151,17 +151,13 @@ class Plan:
             *ruleset.remove_foreign(found.skeleton),
         ]
 
-    def repair(self, skeleton: op.Skeleton) -> list[op.Operation]:
-        """Repair chains, rules, sets and counters, which are quick to read and write. Elements are not compared."""
-        return self._ruleset().repair(skeleton)
-
     def irreparable(self, skeleton: op.Skeleton) -> str:
         """Says why the kernel's table must be replaced as a whole; empty: it can be turned into ours."""
         sets = tuple(wanted for name in skeleton.sets if (wanted := tables.set_named(name)))
-        return self._ruleset()._replace(sets=sets).irreparable(skeleton)
+        return self.ruleset()._replace(sets=sets).irreparable(skeleton)
 
-    def _ruleset(self) -> Ruleset:
-        """What is wanted now, with the picking chains in use and the sets of affinity."""
+    def ruleset(self) -> Ruleset:
+        """Returns what is wanted now, with the picking chains in use and the sets of affinity."""
         sets = [*tables.SETS.values(), *map(tables.clients_set, sorted(self.seconds))]
         picks = (pick_chain(self.family, pick) for pick in self.picks)
         return Ruleset(self.family, tables.COUNTERS, tuple(sets), (*self.structure, *picks))

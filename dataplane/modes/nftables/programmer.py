@@ -162,7 +162,7 @@ class Nftables(TranslatingMode):
         """True if chains, rules and sets are as wanted; elements are not compared."""
         for family in FAMILIES.values():
             skeleton, plan = self._kernel.skeleton(family), self._plans[family.version]
-            if skeleton is None or plan.irreparable(skeleton) or plan.repair(skeleton):
+            if skeleton is None or plan.irreparable(skeleton) or plan.ruleset().repair(skeleton):
                 return False
         return True
 
@@ -191,7 +191,7 @@ class Nftables(TranslatingMode):
         for family in FAMILIES.values():
             skeleton, plan = self._kernel.skeleton(family), self._plans.get(family.version)
             if skeleton is not None and plan is not None and not plan.irreparable(skeleton):
-                work.append((family, plan.repair(skeleton)))
+                work.append((family, plan.ruleset().repair(skeleton)))
         return work
 
     def _full_repair(self) -> list[tuple[Family, list[op.Operation]]]:
