@@ -19,6 +19,7 @@ class BaseChain(NamedTuple):
         rules: How many it has.
         drops: Whether its policy drops.
         packets: How many the policy decided about, where that is counted.
+        priority: Where among the chains of its hook.
     """
 
     table: str
@@ -28,6 +29,7 @@ class BaseChain(NamedTuple):
     rules: int
     drops: bool
     packets: int | None
+    priority: int = 0
 
     def __str__(self) -> str:
         return f"{self.table} {self.name}"

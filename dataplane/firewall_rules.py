@@ -22,6 +22,8 @@ _ALL: Final = re.compile(r"counter packets (\d+) bytes \d+(?: comment .*)?")  # 
 _JUMP: Final = re.compile(r"\b(?:jump|goto) (\S+)")
 _SAVED: Final = re.compile(r"(?:\[(\d+):\d+\] )?-A (\S+)(.*)")
 _POLICY: Final = re.compile(r":(\S+) (\w+)(?: \[(\d+):\d+\])?")
+_HANDLE: Final = re.compile(r" # handle (\d+)$")  # of what `nft -a` lists
+_DSTNAT: Final = -100  # priority at which modes translate
 _SET: Final = re.compile(r"(?:\{ |@\S+\()(.*?)(?: \}|\))")
 _SAID: Final = re.compile(r'-m \S+( --comment ("([^"\\]|\\.)*"|\S+))?')  # a match of iptables, and what says nothing
 FIELDS: Final = ("saddr", "sport", "daddr", "dport", "l4proto")  # of packets, as rules name them
@@ -42,6 +44,17 @@ class Rule(msgspec.Struct, frozen=True):
     packets: int | None = None  # that it counted; None: it has no counter
     away: bool = False  # it redirects packets
     pod: tuple[str, ...] = ()  # addresses of the pod whose rule it is; none: the node's
+    handle: str = ""  # nft's number for it
+    late: bool = False  # it meets packets after a mode that translates in netfilter
+
+    @property
+    def delete(self) -> str:
+        """The command that removes it; empty: a policy, or another namespace's."""
+        if self.handle and not self.pod:
+            return f"`nft delete rule {self.table} {self.chain} handle {self.handle}`"
+        family, name, *legacy = self.table.split()
+        said = legacy and not self.pod and self.text.lower() != "policy drop"
+        return f"`{family}tables-legacy -t {name} -D {self.chain} {self.text}`" if said else ""
 
     def __str__(self) -> str:
         return f"`{self.text}` in chain {self.chain} of table {self.table}"
@@ -66,7 +79,9 @@ class _Chain(msgspec.Struct):
     table: str
     name: str
     hook: str = ""
-    ends: list[tuple[str, int | None, bool]] = msgspec.field(default_factory=list)  # ... and whether they redirect
+    late: bool = False
+    # ... and whether they redirect, and nft's numbers for them.
+    ends: list[tuple[str, int | None, bool, str]] = msgspec.field(default_factory=list)
     leads_to: set[str] = msgspec.field(default_factory=set)
     policy: str = ""  # if it drops
     left: int | None = None  # packets that the last rule counted, if it does nothing else: what the policy gets
@@ -81,18 +96,19 @@ def of_nft(text: str, filters: Iterable[BaseChain]) -> tuple[Rule, ...]:
     chains: list[_Chain] = []
     table, chain = "", None
     for raw in text.splitlines():
-        line = raw.strip()
+        line = _HANDLE.sub("", raw.strip())
         if line.startswith("table ") and line.endswith("{"):
             table, chain = " ".join(line.split()[1:3]), None
         elif line.startswith("chain ") and line.endswith("{"):
             chain = _Chain(table, line.split()[1])
             if base := bases.get((table, chain.name)):
                 chain.hook, chain.policy = base.hook, "policy drop" * base.drops
+                chain.late = base.priority > _DSTNAT and base.hook in ("prerouting", "output")
             chains.append(chain)
         elif line == "}":
             chain = None
         elif chain is not None and not line.startswith("type "):  # base chains come from the kernel
-            _read_nft(chain, line)
+            _read_nft(chain, line, handle[1] if (handle := _HANDLE.search(raw)) else "")
     for each in chains:
         if (base := bases.get((each.table, each.name))) is not None and base.packets is not None:
             each.left = base.packets
@@ -113,7 +129,7 @@ def of_iptables(text: str, family: str) -> tuple[Rule, ...]:
         elif (found := _SAVED.match(line)) and (to := target(found[3])):
             chain = chains.setdefault(found[2], _Chain(table, found[2]))
             if _ENDS.fullmatch(to):
-                chain.ends.append((found[3].strip(), int(found[1]) if found[1] else None, to.lower() in _AWAY))
+                chain.ends.append((found[3].strip(), int(found[1]) if found[1] else None, to.lower() in _AWAY, ""))
             chain.leads_to.add(to)
     return tuple(_rules(chains.values()))
 
@@ -146,29 +162,33 @@ def _covers(value: str, actual: str) -> bool:
     return actual in (value, value.lower())
 
 
-def _read_nft(chain: _Chain, line: str) -> None:
+def _read_nft(chain: _Chain, line: str, handle: str) -> None:
     everything = _ALL.fullmatch(line)
     chain.left = int(everything[1]) if everything else None
     bare = QUOTED.sub("", line).partition(" comment ")[0].partition("#")[0]
     if end := _ENDS.search(bare):
         counter = _COUNTER.search(bare)
-        chain.ends.append((_COUNTER.sub("counter", line), int(counter[1]) if counter else None, end[1] in _AWAY))
+        chain.ends.append(
+            (_COUNTER.sub("counter", line), int(counter[1]) if counter else None, end[1] in _AWAY, handle)
+        )
     chain.leads_to.update(_JUMP.findall(bare))
 
 
 def _rules(chains: Iterable[_Chain]) -> Iterator[Rule]:
     """The rules that packets can get to, with the hooks by which they do."""
     known = [chain for chain in chains if is_foreign(chain.table.partition(" ")[2]) and is_foreign(chain.name)]
-    hooks: dict[tuple[str, str], set[str]] = {}
+    hooks: dict[tuple[str, str], set[tuple[str, bool]]] = {}
     for chain in known:
         if chain.hook:
             for name in _reached(chain, known):
-                hooks.setdefault((chain.table, name), set()).add(chain.hook)
+                hooks.setdefault((chain.table, name), set()).add((chain.hook, chain.late))
     for chain in known:
         if by := hooks.get((chain.table, chain.name)):
-            policy = [(chain.policy, chain.left, False)] * bool(chain.policy)
-            for text, packets, away in (*policy, *chain.ends):
-                yield Rule(chain.table, chain.name, tuple(sorted(by)), " ".join(text.split()), packets, away)
+            policy = [(chain.policy, chain.left, False, "")] * bool(chain.policy)
+            at, late = tuple(sorted({hook for hook, _ in by})), all(late for _, late in by)
+            for text, packets, away, handle in (*policy, *chain.ends):
+                said = " ".join(text.split())
+                yield Rule(chain.table, chain.name, at, said, packets, away, handle=handle, late=late)
 
 
 def _reached(base: _Chain, chains: Iterable[_Chain]) -> set[str]:

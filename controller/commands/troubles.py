@@ -70,8 +70,8 @@ def troubles(status: AgentStatus, *, serves: bool = False, answered: Collection[
         found.insert(min(1, len(found)), drained)  # the first line has room for few reasons
     if status.other_proxies:
         found.append(Trouble("", "other-proxy", "another proxy is on this node", "OTHER PROXY", status.other_proxies))
-    found += map(nat_trouble, status.foreign_nat)
     mode = status.mode
+    found += (nat_trouble(one, [mode.effective]) for one in status.foreign_nat)
     if mode.degraded:
         text, todo = f"mode {mode.effective} serves instead of {mode.requested}", "`hybrid-proxy modes` says what lacks"
         found.append(Trouble("mode", "degraded", text, f"{mode.requested} was asked for", [mode.reason],
@@ -292,13 +292,19 @@ def forwarding_off(names: Sequence[str]) -> tuple[str, str]:
     return text, some([f"`sysctl -w {each}=1`" for each in settings])
 
 
-def nat_trouble(one: Taken) -> Trouble:
-    """Judge NAT of another program for an address of a Service: whether it was before ours, its counter tells."""
+def nat_trouble(one: Taken, modes: Collection[str]) -> Trouble:
+    """Judge NAT of another program for an address of a Service: whether it was before ours, its counter tells.
+
+    So does its place: `modes` serve.
+    """
+    count, late = one.rule.packets, bool(modes) and "ipvs" not in modes and one.rule.late
+    vain = not count and (late or (count == 0 and {*modes} == {"ebpf"}))
+    said = "it has no effect: services are served before it" if vain else so_far(one.rule)
     found = Trouble("NAT", "foreign-nat", f"NAT takes {one.address} ({one.service})", "NAT",
-                    [f"{one}; {so_far(one.rule)}"], todo=no_nat(one.rule))  # fmt: skip
-    if one.rule.packets:
+                    [f"{one}; {said}"], todo=no_nat(one.rule))  # fmt: skip
+    if count:
         return found
-    mark: Mark = "warning" if one.rule.packets is None else "ok"
+    mark: Mark = "warning" if count is None and not vain else "ok"
     return found._replace(reason="", label="note" if mark == "ok" else mark, mark=mark, verdict=Verdict.OK)
 
 
@@ -306,11 +312,12 @@ def so_far(rule: Rule) -> str:
     return "how often is not counted" if rule.packets is None else f"{several(rule.packets, 'packet')} so far"
 
 
-def no_nat(rule: Rule) -> str:
-    """Say how to be rid of a rule that redirects packets."""
-    if rule.chain.startswith("KUBE-"):
+def no_nat(*rules: Rule) -> str:
+    """Say how to be rid of rules that redirect packets."""
+    if any(rule.chain.startswith("KUBE-") for rule in rules):
         return "stop kube-proxy if it runs, then `hybrid-proxy takeover` removes its rules"
-    return "delete this rule, or take the address out of it; its table and its comment tell whose it is"
+    commands = "; ".join(rule.delete for rule in rules if rule.delete) or "delete this rule"
+    return f"{commands}, or take the address out of it; its table and its comment tell whose it is"
 
 
 def take_off(address: str, held: Iterable[str]) -> str:

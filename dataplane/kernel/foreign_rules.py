@@ -31,7 +31,7 @@ from hybrid_proxy.dataplane.kernel.xtables import (
 # linux/netfilter/nf_tables.h
 _GET_CHAIN: Final = 4
 _TABLE, _NAME, _HOOK, _POLICY, _USE, _TYPE, _COUNTERS = 1, 3, 4, 5, 6, 7, 8
-_NUMBER, _PACKETS = 1, 2
+_NUMBER, _PRIORITY, _PACKETS = 1, 2, 2
 _DROP: Final = 0
 
 _IP_HOOKS: Final = ("prerouting", "input", "forward", "output", "postrouting", "ingress")  # linux/netfilter.h
@@ -75,7 +75,9 @@ def read_rules(*, nat: bool = False, client: str = "") -> tuple[tuple[Rule, ...]
     for table in list(dict.fromkeys(chain.table for chain in chains))[:MOST_TABLES]:
         at, names = table.split(" ", 1), [chain.name for chain in chains if chain.table == table]
         try:  # one call for several tables fails where iptables-nft has made one of them (nft 1.0.6)
-            rules += of_nft(_led_to(at, names) if nat else _marked(_listed("table", *at), at, client), chains)
+            rules += of_nft(
+                _led_to(at, names) if nat else _marked(_listed("table", *at, handles=True), at, client), chains
+            )
         except OSError as error:
             unknown.append(f"table {table} cannot be read: {error}")
     legacy = Xtables("legacy")
@@ -88,8 +90,8 @@ def read_rules(*, nat: bool = False, client: str = "") -> tuple[tuple[Rule, ...]
     return tuple(rules), "; ".join(unknown)
 
 
-def _listed(*what: str) -> str:
-    return output("nft", "-t", "list", *what, seconds=TOOL_SECONDS)
+def _listed(*what: str, handles: bool = False) -> str:
+    return output("nft", "-ta" if handles else "-t", "list", *what, seconds=TOOL_SECONDS)
 
 
 def _marked(text: str, at: list[str], client: str) -> str:
@@ -225,7 +227,8 @@ def _chains(bodies: list[bytes], family: str) -> Iterator[BaseChain]:
             continue
         table, name, kind = (nl.text(chain[each]) for each in (_TABLE, _NAME, _TYPE))
         counters = attributes(chain[_COUNTERS]) if _COUNTERS in chain else {}
-        number = int.from_bytes(attributes(chain[_HOOK])[_NUMBER], "big")
+        at = attributes(chain[_HOOK])
+        number = int.from_bytes(at[_NUMBER], "big")
         yield BaseChain(
             table=f"{family} {table}",
             name=name,
@@ -234,4 +237,5 @@ def _chains(bodies: list[bytes], family: str) -> Iterator[BaseChain]:
             rules=int.from_bytes(chain.get(_USE, b""), "big"),
             drops=int.from_bytes(chain.get(_POLICY, b"\1"), "big") == _DROP,
             packets=int.from_bytes(counters[_PACKETS], "big") if _PACKETS in counters else None,
+            priority=int.from_bytes(at[_PRIORITY], "big", signed=True),
         )

@@ -712,7 +712,7 @@ INCIDENTS = [
         (),
         "foreign-nat",
         said="another program's NAT sends packets to",
-        advised="delete this rule, or take the address out of it",
+        advised="`nft delete rule ip somebody output handle",
         own=True,
     ),
     Incident(
@@ -832,6 +832,7 @@ INCIDENTS = [
         (NAME, "--from", "192.168.77.1"),
         "firewall",
         certain=False,
+        modes=WITH_RULES,
         said='on the way of 192.168.77.1 is `iifname "eth0" tcp dport',
         advised=f"`hybrid-proxy trace --from 192.168.77.1 --to 192.168.77.2:{NODE_PORT}`",
     ),
@@ -1338,7 +1339,8 @@ def test_nat_that_takes_the_cluster_ip_and_counts_nothing_is_likely(clinic: Clin
     bad = [each for each in found.findings if each.mark != "ok"]
     assert (code, found.cause, found.certain, len(bad)) == (1, "foreign-nat", False, 1), found
     assert "192.0.2.9" in found.verdict, found
-    assert bad[0].todo.startswith("delete this rule"), found
+    assert bad[0].todo.startswith("`nft delete rule ip somebody prerouting handle "), found
+    assert "`; `nft delete rule ip somebody output handle " in bad[0].todo
 
 
 @only_in("ebpf", "nftables")
@@ -1792,7 +1794,7 @@ def test_a_rule_that_redirects_is_one_row(clinic: Clinic) -> None:
     with clinic.rules("node", REDIRECTING):
         *_, (_, found) = (clinic.doctor(NAME) for _ in range(3))  # it has counted more than the last one's packets
     rows = [re.findall(r"in chain (\w+) of", each.text) for each in found.findings if each.cause == "foreign-nat"]
-    assert sorted(rows) == [["output"], ["prerouting"]], found
+    assert [sorted(row) for row in rows] == [["output", "prerouting"]], found
 
 
 @only_in("ebpf")
@@ -1918,8 +1920,9 @@ LEGACY = ("-s", "192.168.77.0/24", "-p", "tcp", "--dport", "8080", "-j", "DROP")
 def test_a_set_of_addresses_that_the_firewall_drops(clinic: Clinic, elements: str, mode: str) -> None:
     with clinic.rules("node", SETS.format(elements)):
         code, found = clinic.doctor(*FROM_OUTSIDE)
-    told = [each.text for each in found.findings if each.subject == "firewall"]
-    met = "192.168" in elements and mode != "userspace"  # whose connections to backends are the node's own
+    told = [each.text for each in found.findings if each.cause == "firewall"]
+    # In the one mode the node's own connections go to backends, in the other a program sends the packets on.
+    met = "192.168" in elements and mode not in ("userspace", "ebpf")
     said = "on the way of 192.168.77.1 is `ip saddr @blocked(192.168.77.1) drop` in chain c of table inet somebody"
     assert (code, told) == (0, [said] * met)
 
@@ -1933,8 +1936,28 @@ def test_a_legacy_rule_about_a_client_outside(clinic: Clinic, changed: str, mode
         found = clinic.doctor(*FROM_OUTSIDE)[1]
     finally:
         clinic.run("node", "iptables-legacy", "-F", "FORWARD")
-    met = [each.text for each in found.findings if each.subject == "firewall" and "-s 192.168.7" in each.text]
-    assert len(met) == (not changed and mode != "userspace")
+    met = [each.text for each in found.findings if each.cause == "firewall" and "-s 192.168.7" in each.text]
+    assert len(met) == (not changed and mode not in ("userspace", "ebpf"))
+
+
+@only_in("ebpf", "nftables")
+@pytest.mark.parametrize("hook", ["forward", "prerouting"])
+@pytest.mark.parametrize("local", [False, True])
+def test_a_rule_is_on_the_way_of_a_client_outside_where_it_takes_its_packets(
+    clinic: Clinic, mode: str, hook: str, local: bool
+) -> None:
+    """In mode ebpf the program sends masqueraded packets on past the host's stack, from the first one on."""
+    clinic.put(*PODS, **(LOCAL if local else {"type": "NodePort"}))
+    with clinic.rules("node", AT_HOOK.format(hook, "counter").replace("8080", "{ 8080, 30080 }")):
+        with clinic.lab.socket("client") as client:
+            client.settimeout(bound(2))
+            answers = not client.connect_ex(("192.168.77.2", NODE_PORT))
+        found = [clinic.doctor(*asked)[1] for asked in (FROM_OUTSIDE, (NAME,))]
+    met = [
+        [each.mark for each in one.findings if "counter drop" in each.text and " way of " in each.text] for one in found
+    ]
+    assert answers is (mode == "ebpf" and not local), found
+    assert met[0][0] == ("ok" if answers else "warning")
 
 
 def test_a_namespace_has_a_line_for_each_service(clinic: Clinic) -> None:

@@ -43,7 +43,7 @@ from hybrid_proxy.dataplane.reports import (
     ServiceRow,
     Unprogrammed,
 )
-from hybrid_proxy.dataplane.table import Backend, BackendSet, Frontend, Kind, WhenEmpty
+from hybrid_proxy.dataplane.table import Backend, BackendSet, Frontend, Kind, Masquerade, WhenEmpty
 from tests.controller.test_status_text import ONE_TROUBLE
 from tests.workshop.top.samples import agent_status, dataplane, ebpf
 
@@ -530,13 +530,46 @@ def test_nat_without_a_counter_that_takes_what_fails_is_likely_once() -> None:
         facts(tried(A), tried(B), tried(VIP, "silent", "silent"), rules=tuple(rules)), node
     )
     (told,) = (each for each in findings if each.mark != "ok")
-    assert (cause, certain, told.text.count("dnat to")) == ("foreign-nat", False, 1), findings
+    assert (cause, certain, told.text.count("dnat to")) == ("foreign-nat", False, 2), findings
     assert told.todo.startswith("delete this rule")
     verdict = diagnose("node", list(node_findings(node)))
-    assert [each.mark for each in verdict.findings if each.subject == "NAT"] == ["warning"] * 2
-    assert [each.cause for each in verdict.findings if each.mark == "warning"] == ["foreign-nat"] * 2
+    assert [each.mark for each in verdict.findings if each.subject == "NAT"] == ["warning"]
+    assert [each.cause for each in verdict.findings if each.mark == "warning"] == ["foreign-nat"]
     cause, _, findings = service(facts(*GOOD, rules=tuple(rules)), node)
-    assert (cause, [each.mark for each in findings if each.subject == "NAT"]) == ("foreign-nat", ["warning"] * 2)
+    assert (cause, [each.mark for each in findings if each.subject == "NAT"]) == ("foreign-nat", ["warning"])
+
+
+@pytest.mark.parametrize("packets", [7, None])
+def test_nat_of_pods_and_of_the_node_is_one_problem_with_both_commands(packets: int | None) -> None:
+    text = "ip daddr 10.96.0.1 tcp dport 80 dnat to 192.0.2.9"
+    rules = [
+        Rule("ip x", name, (hook,), text, packets, away=True, handle=handle)
+        for name, hook, handle in (("p", "prerouting", "3"), ("o", "output", "5"))
+    ]
+    node = msgspec.structs.replace(WELL, taken=tuple(Taken("shop/web", "10.96.0.1", each) for each in rules))
+    bare = tuple(msgspec.structs.replace(each, packets=None) for each in rules)
+    asked = facts(tried(A), tried(B), tried(VIP, "silent", "silent"), rules=bare)
+    of_service = next(each for each in service(asked, node)[2] if each.cause == "foreign-nat")
+    of_node = next(each for each in node_findings(node) if each.cause == "foreign-nat")
+    for found in (of_service, of_node):
+        assert "in chain p of table ip x" in found.text
+        assert "in chain o of table ip x" in found.text
+        assert found.todo.startswith("`nft delete rule ip x p handle 3`; `nft delete rule ip x o handle 5`, or")
+
+
+@pytest.mark.parametrize(
+    ("mode", "late", "packets", "mark", "vain"),
+    [("nftables", True, 0, "ok", True), ("nftables", True, None, "ok", True), ("nftables", False, 0, "ok", False),
+     ("nftables", True, 7, "problem", False), ("ipvs", True, None, "warning", False), ("ebpf", False, 0, "ok", True),
+     ("ebpf", False, None, "warning", False)],
+)  # fmt: skip
+def test_nat_that_comes_after_ours_has_no_effect(
+    mode: str, late: bool, packets: int | None, mark: str, vain: bool
+) -> None:
+    taken = Rule("ip x", "p", ("prerouting",), "ip daddr 10.96.0.1 dnat to 192.0.2.9", packets, away=True, late=late)
+    node = msgspec.structs.replace(WELL, taken=(Taken("shop/web", "10.96.0.1", taken),), programmed={mode: 1})
+    (found,) = (each for each in node_findings(node) if each.subject == "NAT")
+    assert (found.mark, "it has no effect: services are served before it" in found.text) == (mark, vain), found
 
 
 @pytest.mark.parametrize(
@@ -1187,6 +1220,9 @@ def test_who_listens_at_loopback_alone_is_told_where_to_listen(at: str, named: b
         (rule("prerouting", "tcp dport 30080 drop"), "ebpf", False),
         (rule("forward", "tcp dport 30080 drop"), "nftables", False),
         (rule("prerouting", "ip saddr 192.168.77.0/24 tcp dport 8080 drop"), "ebpf", True),
+        (msgspec.structs.replace(rule("prerouting", "tcp dport 30080 drop"), late=True), "nftables", False),
+        (rule("input", "tcp dport 30080 drop"), "nftables", False),
+        (rule("input", "tcp dport 30080 drop"), "ipvs", True),
         (msgspec.structs.replace(rule("input", 'iifname "eth0" drop'), pod=("10.0.0.1",)), "nftables", False),
         (rule("forward", "ip saddr @blocked(192.168.77.1) drop"), "ebpf", True),
         (rule("forward", "ip saddr @blocked drop"), "ebpf", False),
@@ -1216,6 +1252,55 @@ def test_a_rule_that_takes_packets_of_a_client_elsewhere_is_named(rule: Rule, se
     named = [each for each in findings if each.cause == "firewall"]
     assert [(each.mark, each.certain) for each in named] == [("warning", False)] * met
     assert all("`hybrid-proxy trace --from 192.168.77.1 --to 192.168.77.2:30080`" in each.todo for each in named)
+
+
+OUTER = TablePort(
+    "shop/web:http", 4, "TCP",
+    (*port().frontends, Frontend(Kind.NODE_PORT, None, 30080, 0, 0, Masquerade.ALWAYS)), port(A, B).backend_sets,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("serving", "masquerade", "hook", "mark"),
+    [("ebpf", Masquerade.ALWAYS, "forward", "ok"), ("ebpf", Masquerade.ALWAYS, "prerouting", "ok"),
+     ("ebpf", Masquerade.POD, "forward", "warning"), ("ebpf", Masquerade.ALWAYS, "egress", "warning"),
+     ("nftables", Masquerade.ALWAYS, "forward", "warning")],
+)  # fmt: skip
+def test_a_rule_past_which_the_program_sends_a_client_on_is_not_on_its_way(
+    serving: str, masquerade: Masquerade, hook: str, mark: str
+) -> None:
+    """Masqueraded packets of a client outside never come to the host's stack."""
+    fronts = (OUTER.frontends[0], msgspec.structs.replace(OUTER.frontends[1], masquerade=masquerade))
+    asked = facts(
+        *GOOD, ports=(msgspec.structs.replace(OUTER, frontends=fronts),), rules=(rule(hook),), stranger="192.168.77.1",
+        table=told(node_ports_at=["192.168.77.2"]),
+    )  # fmt: skip
+    findings = service(asked, msgspec.structs.replace(WELL, programmed={serving: 1}))[2]
+    (found,) = (each for each in findings if each.subject == "firewall")
+    past = "not on the way of 192.168.77.1: mode ebpf sends these packets on past FORWARD: `tcp dport 8080 drop`"
+    assert (found.mark, past in found.text) == (mark, mark == "ok")
+
+
+@pytest.mark.parametrize(
+    ("text", "late", "connections", "met"),
+    [("tcp dport 30080 drop", False, GOOD, True), ('iifname "eth0" tcp dport 30080 drop', False, GOOD, True),
+     ("ip saddr 10.0.0.0/8 tcp dport 30080 drop", False, GOOD, False), ('iifname "eth0" drop', False, GOOD, False),
+     ("tcp dport 30080 drop", True, GOOD, False), ("tcp dport 30080 drop", False, SILENT, False)],
+)  # fmt: skip
+def test_a_rule_that_any_client_outside_meets_is_named_unasked(
+    text: str, late: bool, connections: tuple[list[Tried], ...], met: bool
+) -> None:
+    drops = msgspec.structs.replace(rule("prerouting", text), handle="7", late=late)
+    asked = facts(
+        *connections, ports=(OUTER,), rules=(drops,), stranger_at="eth0", table=told(node_ports_at=["192.168.77.2"])
+    )
+    node = msgspec.structs.replace(WELL, programmed={"nftables": 1})
+    named = [each for each in service(asked, node)[2] if "clients outside" in each.text]
+    assert [(each.mark, each.certain) for each in named] == [("warning", False)] * met
+    assert all("on the way of clients outside to 192.168.77.2:30080 is `" in each.text for each in named)
+    assert all("`nft delete rule inet fw c handle 7`" in each.todo for each in named)
+    verdict = diagnose("shop/web", service(asked, node)[2], asked.tried).verdict
+    assert verdict.startswith("shop/web is well: ") or not met
 
 
 @pytest.mark.parametrize(

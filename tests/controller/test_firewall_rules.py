@@ -74,6 +74,23 @@ def test_nftables_rules_that_packets_get_to_and_that_drop_them() -> None:
     )
 
 
+@pytest.mark.parametrize(("hook", "priority", "late"), [
+    ("prerouting", -300, False), ("prerouting", -100, False), ("prerouting", -90, True), ("output", 0, True),
+    ("forward", 0, False),
+])  # fmt: skip
+def test_a_rule_has_its_number_and_its_place(hook: str, priority: int, late: bool) -> None:
+    listed = "table inet x { # handle 9\n\tchain c { # handle 1\n\t\ttcp dport 7 drop # handle 12\n\t}\n}\n"
+    base = BaseChain("inet x", "c", "filter", hook, rules=1, drops=False, packets=None, priority=priority)
+    (found,) = of_nft(listed, [base])
+    assert (found.text, found.late, found.delete) == ("tcp dport 7 drop", late, "`nft delete rule inet x c handle 12`")
+
+
+def test_the_command_that_deletes_a_legacy_rule() -> None:
+    policy, rule = of_iptables(LEGACY, "ip")
+    text = "-s 10.0.0.0/8 -j REJECT --reject-with icmp-port-unreachable"
+    assert (policy.delete, rule.delete) == ("", f"`iptables-legacy -t filter -D CNI {text}`")
+
+
 def test_legacy_rules_with_their_counters() -> None:
     assert of_iptables(LEGACY, "ip") == (
         Rule("ip filter (legacy)", "FORWARD", ("forward",), "policy DROP", 7),

@@ -49,13 +49,14 @@ from hybrid_proxy.controller.semantics.entries import NO_PORT
 from hybrid_proxy.controller.semantics.explain import left_text
 from hybrid_proxy.controller.semantics.history import FOLD_SECONDS, ChangeRow, last_known
 from hybrid_proxy.controller.serving.protocol import AgentStatus, TablePort
-from hybrid_proxy.dataplane.firewall_rules import FIELDS, Rule, takes
+from hybrid_proxy.dataplane.firewall_rules import FIELDS, Rule, Taken, takes
 from hybrid_proxy.dataplane.mode import belongs
 from hybrid_proxy.dataplane.reports import FORWARDING, Fill, PacketEvent, age, ago, several, shortened, some
-from hybrid_proxy.dataplane.table import Backend, Kind, WhenEmpty, family_of, socket_text
+from hybrid_proxy.dataplane.table import Backend, Kind, Masquerade, WhenEmpty, family_of, socket_text
 
 # The node's own facts say this, too, and more recently than the agent.
 LOOKED_AT: Final = frozenset({"other-proxy", "conntrack-full", "empty-services", "forwarding-off", "foreign-nat"})
+MARKS: Final = ("problem", "warning", "ok")
 WITHOUT_FORWARD: Final = frozenset({"userspace", "ipvs"})  # modes whose packets do not pass FORWARD
 # What hits some Services or pods: of the node it comes last.
 OF_SOME: Final = frozenset(
@@ -68,6 +69,7 @@ OWN: Final = FORWARDED - {"forward"} | {"input", "output"}
 # A ClusterIP that another service has (see `semantics.tables`), or that is none (see `kubernetes.parse`).
 _LOST_CLUSTER_IP: Final = re.compile(r"ClusterIP (\S+):\d+ |spec\.clusterIPs\[\d+\]: ")
 _WORD: Final = re.compile(r"[\w.:-]+\b")  # such as an address or an interface
+_END: Final = re.compile(r"dport|daddr|-d ")  # a rule that names a destination
 # What names and what is programmed tell, and not objects: both are the former agent's before the first table.
 FROM_THE_FORMER: Final = frozenset(
     {"no-such-service", "no-such-port", "not-a-service", "no-endpoint", "no-local-endpoint"}
@@ -267,6 +269,7 @@ def _closed(facts: NodeFacts) -> Iterator[Finding]:
 
 def _away(node: NodeFacts, facts: ServiceFacts | None = None) -> Iterator[Finding]:
     """NAT of other programs for addresses of Services, or of this one: its counter tells whether it was before ours."""
+    rows: dict[tuple[str, str], list[Taken]] = {}
     for one in node.taken:
         if facts is not None:
             if one.rule.packets is None and any(_is_about(one.rule, each, facts) for each in _failing(facts.tried)):
@@ -276,10 +279,14 @@ def _away(node: NodeFacts, facts: ServiceFacts | None = None) -> Iterator[Findin
             own = msgspec.structs.replace(one.rule, packets=None)
             packets = one.rule.packets if one.rule.packets is None else one.rule.packets + facts.counted.get(own, 0)
             one = msgspec.structs.replace(one, rule=msgspec.structs.replace(own, packets=packets))  # noqa: PLW2901
-        found = nat_trouble(one)
-        yield Finding(
-            found.mark, found.subject, found.details[0], found.todo, "" if found.mark == "ok" else found.cause
+        rows.setdefault((one.service, one.address), []).append(one)
+    for those in rows.values():  # the node's own packets pass another chain than those of pods
+        found, *more = sorted(
+            (nat_trouble(one, node.programmed) for one in those), key=lambda each: MARKS.index(each.mark)
         )
+        text = "; and ".join((found.details[0], *(each.details[0].partition(" elsewhere, ")[2] for each in more)))
+        todo = no_nat(*(one.rule for one in those))
+        yield Finding(found.mark, found.subject, text, todo, "" if found.mark == "ok" else found.cause)
 
 
 def _reverse_path(facts: NodeFacts) -> Finding:
@@ -759,9 +766,8 @@ def _connections(facts: ServiceFacts, node: NodeFacts) -> Iterator[Finding]:
         trace = f"`hybrid-proxy trace --from {facts.stranger} --to {to}`"
         todo = f"for a pod, ask on its node; {trace} follows packets of this client"
         yield Finding("unknown", "connections", text, todo, "untried")
-        if met := _on_its_way(facts, node):
-            text = f"on the way of {facts.stranger} {_verb(met, 'is', 'are')} {some(list(map(str, met)), '; ')}"
-            yield Finding("warning", "firewall", text, f"{trace} shows what gets past it", "firewall", certain=False)
+    if facts.tried and (facts.stranger or not (facts.packet or facts.verdicts or _failing(facts.tried))):
+        yield from _outside(facts, node)
     if facts.no_pod and facts.tried:
         text = f"none was tried from a pod, so nothing is known of forwarding: {facts.no_pod}"
         todo = "run doctor as root on the node itself; a pod of the agent needs deploy's component debug for it"
@@ -852,21 +858,41 @@ def places(port: TablePort, node_ports_at: Sequence[str]) -> list[tuple[str, int
     return [pair for pair in pairs if family_of(pair[0]) == port.family]
 
 
-def _on_its_way(facts: ServiceFacts, node: NodeFacts) -> list[Rule]:
+def _outside(facts: ServiceFacts, node: NodeFacts) -> Iterator[Finding]:
     """Rules that take packets of a client elsewhere, or the answers, by what they say; others may accept them before.
 
-    Those to a service meet the first hooks, unless programs translate them before; those to a backend meet others.
+    Those to a service meet the first hooks, unless programs translate them before; those to a backend meet others,
+    unless a program sends them on itself. Of no client in particular rules count that name an address or a port.
     """
-    own = [rule for rule in facts.rules if not rule.away and not rule.pod]
-    met = dict[Rule, None]()
+    ebpf, before = node.programmed.keys() == {"ebpf"}, BEFORE if _relays(node) else BEFORE - {"input"}
+    own = [rule for rule in facts.rules if not (rule.away or rule.pod) and (facts.stranger or _END.search(rule.text))]
+    met, past, at = dict[Rule, None](), dict[Rule, None](), ""
     for port in facts.ports:
-        fronts = [(facts.packet.dst, facts.packet.port)] if facts.packet else places(port, facts.table.node_ports_at)
-        ends = [(end, BEFORE) for end in fronts if node.programmed.keys() != {"ebpf"}]
-        ends += [((end.address, end.port), FORWARDED) for end in reached(facts, port) if not _relays(node)]
-        for end, hooks in ends:
-            one = Tried("node", facts.stranger, "backend", socket_text(*end), port.protocol, "failed")
-            met |= {rule: None for rule in own if hooks & {*rule.hooks} and _is_about(rule, one, facts)}
-    return list(met)
+        asked = {(facts.packet.dst, facts.packet.port), (None, facts.packet.port)} if facts.packet else set()
+        fronts = [each for each in port.frontends if not asked or (each.address, each.port) in asked]
+        outer = [each for each in fronts if each.kind is not Kind.CLUSTER_IP] or fronts * bool(facts.stranger)
+        named = places(msgspec.structs.replace(port, frontends=tuple(outer)), facts.table.node_ports_at)
+        at = at or next((socket_text(*place) for place in named), "")
+        behind = [(end.address, end.port) for end in reached(facts, port) if outer and not _relays(node)]
+        sent_on = ebpf and all(each.masquerade & Masquerade.EXTERNAL for each in outer)
+        for found, ends, hooks in (
+            (met, named * (not ebpf), before),
+            (met, behind, frozenset({"egress"}) if sent_on else FORWARDED),
+            (past, behind * sent_on, FORWARDED),
+        ):
+            there = [rule for rule in own if hooks & {*rule.hooks} and not (rule.late and hooks is before)]
+            for end in ends:
+                one = Tried("node", facts.stranger, "backend", socket_text(*end), port.protocol, "failed")
+                found |= {rule: None for rule in there if _is_about(rule, one, facts)}
+    who = facts.stranger or f"clients outside to {at}"
+    if rules := [*met]:
+        text = f"on the way of {who} {_verb(rules, 'is', 'are')} {some(list(map(str, rules)), '; ')}"
+        from_it = f"--from {facts.stranger} " * bool(facts.stranger)
+        todo = f"{_accept(rules[0])}; `hybrid-proxy trace {from_it}--to {at}` shows what gets past it"
+        yield Finding("warning", "firewall", text, todo, "firewall", certain=False)
+    if facts.stranger and (spared := [str(rule) for rule in past if rule not in met]):
+        text = f"not on the way of {who}: mode ebpf sends these packets on past FORWARD: {some(spared, '; ')}"
+        yield Finding("ok", "firewall", text)
 
 
 def _relays(node: NodeFacts) -> bool:
@@ -975,7 +1001,7 @@ def _is_about(rule: Rule, each: Tried, facts: ServiceFacts) -> bool:
     if each.source == facts.stranger:
         packets[0] |= {"state": "new", "iif": facts.stranger_at, "iifname": facts.stranger_at}
         packets[1] |= {"oif": facts.stranger_at, "oifname": facts.stranger_at}
-    other = "ip " if ":" in each.source else "ip6 "  # family, whose packets these rules do not meet
+    other = "ip " if each.target.startswith("[") else "ip6 "  # family, whose packets these rules do not meet
     return not rule.table.startswith(other) and any(takes(rule.text, packet, surely=surely) for packet in packets)
 
 
@@ -984,13 +1010,15 @@ def _blamed(
 ) -> Finding:
     """The first of these rules that counted, or those that are on the way."""
     rule, sure = rules[0], rules[0] in facts.counted
+    twins = [each for each in facts.rules if rule.away and (each.table, each.text) == (rule.table, rule.text)]
     text = f"{_firewall(rule)} {'probably ' * (not sure)}{_does(rule)} packets in {'/'.join(rule.hooks).upper()}: "
     if sure:
         text, todo = f"{text}{rule} counted {several(facts.counted[rule], 'packet')} while {seen}", _accept(rule)
     else:
+        rules = twins or rules  # the node's own packets pass another chain than those of pods
         text += f"{seen}; on their way {_verb(rules, 'is', 'are')} {some(list(map(str, rules)), '; ')}"
         todo = f"it has no counter: {_count_it(rule)}, then ask doctor again, which names the rule that counts"
-        todo = _accept(rule) if rule.away else todo
+        todo = no_nat(*rules) if rule.away else todo
     own = rule.pod and {each.source for each in failed} <= {*rule.pod}
     cause: Cause = "foreign-nat" if rule.away else "client-pod" if own else "firewall"
     hits = 1 if own else len({each.end for each in failed if each.via == "backend"})
@@ -1206,7 +1234,7 @@ def _accept(rule: Rule) -> str:
         "this pod's connections" if rule.pod else "this node's own connections to pods" if own else "the pods' traffic"
     )
     if rule.text.lower() != "policy drop":
-        return f"accept {whose} before this rule"
+        return f"accept {whose} before this rule" + f", or {rule.delete} removes it" * bool(rule.delete)
     iptables = rule.chain == "FORWARD" and rule.table.startswith("ip")
     command = f"`{rule.table.split()[0]}tables{'-legacy' * ('legacy' in rule.table)} -P FORWARD ACCEPT`, or " * iptables
     return f"{command}accept {whose} in a rule of this chain"

@@ -124,7 +124,7 @@ def _with_connections(args: argparse.Namespace, services: Sequence[ServiceFacts]
     since = _events(args.admin_socket, before_all.last, own_ends) if before_all else None
     events = recent(since.events) if since else ()
     stranger = source if pods and source not in here else ""
-    hop = links.next_hop(stranger) if stranger else None
+    hop, names_out = links.next_hop(stranger) if stranger else None, [each.name for each in uplinks]
     found = []
     for facts, ours, mine, way in zip(services, backends, plans, ways, strict=True):
         rows = [tried[attempt] for attempt in mine]
@@ -145,7 +145,7 @@ def _with_connections(args: argparse.Namespace, services: Sequence[ServiceFacts]
                 astray=way,
                 listening=listening(rows, pods),
                 stranger=stranger,
-                stranger_at=(links.interface_name(hop.index) if hop else "") or "",
+                stranger_at=(links.interface_name(hop.index) if hop else next(iter(names_out), "")) or "",
                 no_pod="" if any(pod.addresses for pod in pods) else no_pod,
                 rules=rules,
                 counted=dict(counters),
