@@ -32,7 +32,11 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
     for flag, default, text in (
         ("services", "10,1000,10000", "numbers of services, N,..."),
         ("backends", "10", "endpoints of each service"),
-        ("rounds", "6", "how often everything is measured; fewer than six cannot show a significant difference"),
+        (
+            "rounds",
+            "6",
+            "how often all is measured; fewer than six show no significant difference of starts and changes",
+        ),
         ("turns", "2", "how often each load runs in a round; there are rounds times turns pairs with the control"),
         ("seconds", "1", "how long each load lasts"),
         ("changes", "5", "changes of a backend in each round"),

@@ -154,7 +154,10 @@ def _limits(run: Run, rows: Sequence[Row]) -> Iterator[str]:
         yield f"Not measured: {'; '.join(titles)}. {reason}; afterwards the same command with --fresh measures them."
     least = min((known.sure for known in judged), default=1.0)
     if least < SURE:
-        yield f"Too few rounds to be sure: some intervals hold with {100 * least:.0f} % only; six rounds make 97 %."
+        yield (
+            f"Too few rounds to be sure: some intervals hold with {100 * least:.0f} % only, too little for a "
+            "significant difference; six rounds make 97 %."
+        )
 
 
 def absent(run: Run, rows: Sequence[Row]) -> dict[str, list[str]]:

@@ -28,9 +28,10 @@ def made_up(
     speed: Mapping[str, float] = SPEED,
     machine: Machine = MACHINE,
     upto: int | None = None,
+    turns: int = 1,
 ) -> Run:
     """A run whose ratios to the control are those of `speed`, with a little wobble in both."""
-    settings = Settings(tuple(modes), tuple(sizes), 3, rounds, 1, 2)
+    settings = Settings(tuple(modes), tuple(sizes), 3, rounds, 1, 2, turns=turns)
     broken = broken or {}
     works = tuple(mode for mode in modes if mode not in broken)
     planned = list(steps(settings, works))

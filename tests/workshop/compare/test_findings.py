@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
+from hybrid_proxy.workshop.compare import plan
 from hybrid_proxy.workshop.compare.findings import findings, shown
 from hybrid_proxy.workshop.compare.result import Run
 from tests.workshop.compare.kit import MACHINE, made_up, swung
@@ -62,6 +63,14 @@ def test_few_rounds_are_not_sure(modes: tuple[str, ...]) -> None:
         warnings = findings(made_up(modes=modes, rounds=rounds)).warnings
         assert any("Too few rounds" in warning and f" {sure} " in warning for warning in warnings)
     assert not any("Too few" in warning for warning in findings(made_up(modes=modes)).warnings)
+
+
+def test_three_rounds_of_two_turns_show_differences_of_loads_alone() -> None:
+    """As docs/compare.md, the help of --rounds and both reports say."""
+    found = findings(made_up(rounds=3, turns=2))
+    rows = [row for row in found.rows if row.verdict]
+    differ = {plan.metric(row.metric).kind for row in rows if row.verdict != "even"}
+    assert (differ, {plan.metric(row.metric).kind for row in rows}) == ({"traffic"}, {"traffic", "start", "change"})
 
 
 def test_a_row_keeps_each_pair() -> None:
