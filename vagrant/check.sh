@@ -37,6 +37,11 @@ at_least() {
     [ "${1:-0}" -ge "$2" ]
 }
 
+# A registry answers 401 to who has not logged in.
+answers() {
+    curl --noproxy '*' -sSL --max-time 10 -o /dev/null -w '%{http_code}\n' "$1" | grep -qx '2..\|401'
+}
+
 # A network that an earlier `vagrant up` made is no obstacle.
 is_unused() {
     case $(ip route get 192.168.56.10) in *' via '* | *' dev virbr'* | *' dev vboxnet'*) ;; *) false ;; esac
@@ -69,6 +74,14 @@ free=$(df -Pk "$disks" | awk 'NR == 2 { print int($4 / 1048576) }')
 check "20 GiB of disk, to begin with ($free are free in $disks)" at_least "$free" 20
 at_least "$free" 60 || echo "! three machines may grow to 60 GiB in $disks"
 check '192.168.56.0/24 for the machines (ip route get 192.168.56.10 says who has it)' is_unused
-check 'the internet, without a proxy for HTTP (curl https://pkgs.k8s.io says what is wrong)' \
-    curl --noproxy '*' -fsSL --max-time 20 -o /dev/null https://pkgs.k8s.io/core:/stable:/v1.34/deb/Release
+while read -r address what; do
+    check "$what, without a proxy for HTTP (curl $address says what is wrong)" answers "$address"
+done <<ADDRESSES
+https://vagrantcloud.com/ the box
+https://deb.debian.org/debian/dists/bookworm/Release Debian's packages
+https://pkgs.k8s.io/core:/stable:/v${VERSION:-1.34}/deb/Release kubeadm
+https://pypi.org/simple/pip/ Python packages
+https://registry-1.docker.io/v2/ the base of the image, of docker.io
+https://registry.k8s.io/v2/ Kubernetes' images
+ADDRESSES
 exit "$missing"
