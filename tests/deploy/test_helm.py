@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import os
 import re
 import subprocess
 from pathlib import Path
@@ -174,6 +175,8 @@ def test_the_notes_of_a_phase_name_its_objects(phase: str) -> None:
     *((f"kubeProxyConfiguration.detectLocalMode=NodeCIDR,{value}=10.0.0.0/8", "set the value clusterCIDR alone, or ne")
       for value in ("clusterCIDR", "kubeProxyConfiguration.clusterCIDR")),
     ("extraEnv[0].value=a",                         "at '/extraEnv/0': missing property 'name'"),
+    ("extraVolumeMounts[0].name=a",                 "at '/extraVolumeMounts/0': missing property 'mountPath'"),
+    ("enabled=no",                                  "at '/enabled': got string, want boolean"),
     ("dashboard.namespace=A",                       "at '/dashboard/namespace': 'A' does not match"),
     ("serviceAccount.annotations.a=1",              "at '/serviceAccount/annotations/a': got number, want string"),
     ("mode=bpf",                                    "at '/mode': value must be one of 'auto'"),
@@ -314,6 +317,8 @@ def test_what_a_cluster_adds_reaches_the_pod() -> None:
             "--set", f"priorityClassName=mine,image.pullSecrets[0].name=secret,image.digest={digest}",
             "--set", "extraEnv[0].name=A,extraEnv[0].value=b,serviceAccount.annotations.c=d,dashboard.enabled=true",
             "--set", "dashboard.namespace=grafana,dashboard.annotations.grafana_folder=Network",
+            "--set", "extraVolumes[0].name=ca,extraVolumes[0].configMap.name=ca,extraVolumeMounts[0].name=ca",
+            "--set", "extraVolumeMounts[0].mountPath=/etc/ca,extraVolumeMounts[0].readOnly=true",
         )
     )  # fmt: skip
     assert objects["ServiceAccount", "hybrid-proxy"]["metadata"]["annotations"] == {"c": "d"}
@@ -325,6 +330,8 @@ def test_what_a_cluster_adds_reaches_the_pod() -> None:
     pod = template["spec"]
     assert (pod["priorityClassName"], pod["imagePullSecrets"]) == ("mine", [{"name": "secret"}])
     assert pod["containers"][0]["env"][1:] == [{"name": "A", "value": "b"}]
+    assert pod["volumes"][-1] == {"name": "ca", "configMap": {"name": "ca"}}
+    assert pod["containers"][0]["volumeMounts"][-1] == {"name": "ca", "mountPath": "/etc/ca", "readOnly": True}
     images = {each["image"] for each in (*pod["initContainers"], *pod["containers"])}
     assert images == {f"hybrid-proxy:{TAG}@{digest}"}
 
@@ -503,6 +510,50 @@ def test_the_page_of_a_migration_gives_the_chart_one_file_of_values(tmp_path: Pa
         image = f"{yaml.safe_load(values)['image']['repository']}:{TAG}"
         pod = next(item for item in objects if item["kind"] == "DaemonSet")["spec"]["template"]["spec"]
         assert {container["image"] for container in (*pod["initContainers"], *pod["containers"])} == {image}
+
+
+def test_the_page_puts_the_image_that_it_builds_into_a_cluster_of_kind(tmp_path: Path) -> None:
+    """Its own block, with stand-ins for docker, kind and kubectl; helm renders what it would apply."""
+    (block,) = re.findall(r"^```sh kind\n(.*?)^```", (DEPLOY / "README.md").read_text(), re.MULTILINE | re.DOTALL)
+    told = f'echo "${{0##*/}} $*" >>{tmp_path}/told'
+    tools = {
+        "docker": told,
+        "kind": f'{told}\ncase "$*" in *--config=-) cat >{tmp_path}/kind.yaml ;; "get nodes") echo a b ;; esac',
+        "kubectl": "",
+        "helm": f'[ "$1" = test ] || {program()} template "$3" "$4" --skip-tests "${{@:5}}" >{tmp_path}/applied',
+    }
+    for name, text in tools.items():
+        (tmp_path / name).write_text(f"#!/bin/bash\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    environment = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    subprocess.run(["sh", "-euc", block], cwd=DEPLOY.parent, env=environment, check=True)
+    cluster = yaml.safe_load((tmp_path / "kind.yaml").read_text())
+    assert (cluster["apiVersion"], cluster["networking"]) == ("kind.x-k8s.io/v1alpha4", {"kubeProxyMode": "none"})
+    objects = substance([item for item in yaml.safe_load_all((tmp_path / "applied").read_text()) if item])
+    pod = objects["DaemonSet", "hybrid-proxy"]["spec"]["template"]["spec"]
+    (image,) = {container["image"] for container in (*pod["initContainers"], *pod["containers"])}
+    said = (tmp_path / "told").read_text().splitlines()
+    assert f"docker build -f deploy/image/Dockerfile -t {image} ." in said
+    assert f"kind load docker-image {image}" in said
+    mounted = [line.split()[2] for line in said if "mount -t bpf bpf /sys/fs/bpf" in line]
+    assert mounted == ["a", "b"]
+    (kubeconfig,) = objects["ConfigMap", "hybrid-proxy"]["data"]["kubeconfig.conf"]
+    control_plane = f"{cluster.get('name', 'kind')}-{cluster['nodes'][0]['role']}"  # as kind names nodes
+    assert kubeconfig["clusters"][0]["cluster"]["server"] == f"https://{control_plane}:6443"
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_a_chart_that_depends_on_it_turns_it_on_and_off(enabled: bool, tmp_path: Path) -> None:
+    (tmp_path / "charts").mkdir()
+    (tmp_path / "charts/hybrid-proxy").symlink_to(CHART)
+    dependency = {"name": "hybrid-proxy", "version": "*", "condition": "hybrid-proxy.enabled"}
+    chart = {"apiVersion": "v2", "name": "platform", "version": "1.0.0", "dependencies": [dependency]}
+    (tmp_path / "Chart.yaml").write_text(yaml.safe_dump(chart))
+    values = {"hybrid-proxy": {"enabled": enabled, "apiServer": SERVER}}
+    (tmp_path / "values.yaml").write_text(yaml.safe_dump(values))
+    done = helm("template", "hybrid-proxy", str(tmp_path), "--namespace", "kube-system")
+    assert done.returncode == 0, done.stderr
+    assert ("kind: DaemonSet" in done.stdout) == enabled
 
 
 def test_it_is_a_chart_of_this_version() -> None:

@@ -138,7 +138,7 @@ def test_overlays_of_ones_own_are_outside_of_the_tree(tmp_path: Path) -> None:
     """The page's own block and example, next to a tree that has other files than before."""
     page = (DEPLOY / "README.md").read_text()
     (block,) = re.findall(r"^```sh site\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
-    example, moved, _ = re.findall(r"^```yaml\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
+    example, moved = re.findall(r"^```yaml\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
     shutil.copytree(DEPLOY, tmp_path / "hybrid-proxy/deploy")
     subprocess.run(["sh", "-euc", block], cwd=tmp_path / "hybrid-proxy", check=True)
     tag = one("base", "DaemonSet")["spec"]["template"]["spec"]["containers"][0]["image"]
@@ -299,16 +299,17 @@ def kubeadms(tmp_path: Path, components: str) -> str:
 
 def mine(tmp_path: Path, components: str) -> str:
     """The overlay of your own that deploy/README.md describes, with other components."""
-    (tmp_path / "hybrid-proxy").symlink_to(ROOT)
-    folder = tmp_path / "site/agents"
-    folder.mkdir(parents=True)
-    *_, text = re.findall(r"```yaml\n(.*?)```", (DEPLOY / "README.md").read_text(), re.DOTALL)
-    kustomization = yaml.safe_load(text)
+    (tmp_path / "hybrid-proxy").mkdir()
+    (tmp_path / "hybrid-proxy/deploy").symlink_to(DEPLOY)
+    (block,) = re.findall(r"^```sh site\n(.*?)^```", (DEPLOY / "README.md").read_text(), re.MULTILINE | re.DOTALL)
+    made = re.sub(r"^server=.*", "server=https://10.0.0.1:6443", block, flags=re.MULTILINE)
+    for _ in range(2):  # the second time it keeps what is there
+        subprocess.run(["sh", "-euc", made], cwd=tmp_path / "hybrid-proxy", check=True)
+    file = tmp_path / "site/agents/kustomization.yaml"
+    kustomization = yaml.safe_load(file.read_text())
     kustomization["components"] = [f"../../hybrid-proxy/deploy/components/{name}" for name in components.split()]
-    (folder / "kustomization.yaml").write_text(yaml.safe_dump(kustomization))
-    kubeconfig = (DEPLOY / "base/kubeconfig.conf").read_text().replace("control-plane.invalid", "10.0.0.1")
-    (folder / "kubeconfig.conf").write_text(kubeconfig)
-    return manifests.kustomized(folder)
+    file.write_text(yaml.safe_dump(kustomization))
+    return manifests.kustomized(file.parent)
 
 
 @pytest.mark.parametrize("components", [
