@@ -75,8 +75,8 @@ check: setup ## formatters, linters, types and the import contracts
 # $(call changed,pattern,command): the command, with the files of this kind that differ from the last commit, if there are any.
 changed = files=$$({ git diff --name-only --diff-filter=d HEAD; git ls-files -o --exclude-standard; } | grep '$(1)'); test -z "$$files" || { $(2); }
 check-fast: ## the same, but ruff and clang-format only for files that differ from the last commit: seconds
-	$(Q)$(call changed,\.py$$,$(VENV)/bin/ruff format --check $$files && $(VENV)/bin/ruff check $$files)
-	$(Q)$(call changed,^bpf/.*\.[ch]$$,clang-format --dry-run --Werror $$files)
+	$(Q)$(call changed,\.py$$,{ $(VENV)/bin/ruff format --check $$files || { echo "make format: reformats them" >&2; false; }; } && $(VENV)/bin/ruff check $$files)
+	$(Q)$(call changed,^bpf/.*\.[ch]$$,clang-format --dry-run --Werror $$files || { echo "make format: reformats them" >&2; false; })
 	$(Q)$(VENV)/bin/mypy
 	$(Q)$(VENV)/bin/lint-imports --no-cache
 
