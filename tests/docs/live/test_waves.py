@@ -43,6 +43,10 @@ KUBE_PROXY = """
     metadata: {labels: {k8s-app: kube-proxy}},
     spec: {nodeSelector: {kubernetes.io/os: linux}, tolerations: [{operator: Exists}], containers: []}}}}
 """
+CONFIG_MAP = """
+{kind: ConfigMap, apiVersion: v1, metadata: {name: kube-proxy, namespace: kube-system},
+  data: {config.conf: "mode: iptables", kubeconfig.conf: "server: https://10.0.0.1:6443"}}
+"""
 WAITS = r"sh deploy/monitoring/wait.sh \S+={} '?([^' ]+)"
 # What an agent exports, all well and all ill.
 AGENT = {
@@ -214,6 +218,21 @@ def test_the_census_counts_nodes_beside_one_without_a_log(tmp_path: Path) -> Non
     assert ["hybrid-proxy-census-worker3", "worker3"] in [line.split() for line in pods.splitlines()]
     rows = [["20", f"{each['mode']}: {each['missing'] or 'works'}"] for each in json.loads(walk.cluster.log)]
     assert sorted(line.split(maxsplit=1) for line in counted) == sorted(rows)
+
+
+def test_the_way_back_is_kept_outside_of_the_tree(tmp_path: Path) -> None:
+    """An upgrade replaces the tree (docs/operations.md); what kube-proxy was must outlive that."""
+    walk = Walk(tmp_path)
+    walk.cluster.put("configmaps", yaml.safe_load(CONFIG_MAP))
+    before = set(walk.folder.rglob("*"))
+    walk.shell("rm -r ../site")  # where the agents are services of systemd, nothing has made it
+    walk.type("save")
+    assert set(walk.folder.rglob("*")) == before
+    saved = [
+        yaml.safe_load((tmp_path / f"site/kube-proxy-{kind}.yaml").read_text()) for kind in ("daemonset", "configmap")
+    ]
+    assert [each["kind"] for each in saved] == ["DaemonSet", "ConfigMap"]
+    assert saved[0]["spec"] == walk.cluster.objects["daemonsets"]["kube-proxy"]["spec"]
 
 
 def exported(ill: str, minute: int) -> str:
