@@ -98,12 +98,14 @@ def kind(row: PacketEvent) -> str:
     return "REPLY" if row.reason.endswith("reply") else _verdict(row).text
 
 
-def advice(kinds: Counter[str], service: str | None) -> str:
+def advice(kinds: Counter[str], service: str | None, limit: int) -> str:
     """Say what to check after a trace, by how many packets of each kind it has shown."""
     of = f" {service}" if service else ""
     seen = f"{several(kinds.total(), 'packet')}, {kinds['REPLY']} from backends"
     if bad := [f"{count} {each}" for each, count in kinds.items() if each not in ("SEEN", "NOTED", "REPLY")]:
         return f"{seen}, {', '.join(bad)}: `hybrid-proxy doctor{of}` says why, and what to do"
+    if kinds.total() == limit:
+        return f"{seen}; stopped at --limit {limit}"
     if not kinds["REPLY"]:
         return f"{seen}: `hybrid-proxy doctor{of}` asks the backends"
     return f"{seen}, none dropped: `hybrid-proxy trace{of} --latency` measures how fast backends answer"

@@ -11,6 +11,8 @@ from ipaddress import ip_address
 from itertools import chain, islice
 from typing import Final
 
+from msgspec.structs import replace
+
 from hybrid_proxy.controller.commands.columns import Column, Screen
 from hybrid_proxy.controller.commands.command import (
     Command,
@@ -41,7 +43,7 @@ LEASE_SECONDS: Final = 5.0  # a trace ends so long after nobody looks any more
 def _show(command: str, args: argparse.Namespace) -> int:
     """Print what happened, or what happens until Ctrl-C; the exit code."""
     if command == "trace":
-        args.client = _address(args.client)
+        args.source = _address(args.source)
     since = started(args.since) if command == "drops" else None
     try:
         coming = command == "trace" or args.follow  # of a mode that reports none, there is only what was before
@@ -80,7 +82,9 @@ def _print(args: argparse.Namespace, rows: list[PacketEvent], *, silent: bool = 
     if not (rows or silent):
         whose = f" of {args.service}" if args.service else ""
         when = f" in the last {args.since}" if args.since else ""
-        remark(f"no packet{whose} was dropped or rejected{when}, and no backend failed, as far as events are kept")
+        none = f"hybrid-proxy dropped or rejected no packet{whose}{when}, and saw no backend fail, as far as events are"
+        measured = f"`hybrid-proxy trace {f'{args.service} ' if args.service else ''}--drops`"
+        remark(f"{none} kept; what the kernel drops (firewalls, routes, sockets), {measured} shows")
 
 
 def _columns(
@@ -90,10 +94,10 @@ def _columns(
 
 
 def _show_trace(args: argparse.Namespace, silent: Sequence[str]) -> int:
-    client = f"from or to {args.client}" if args.client else ""
+    client = f"from or to {args.source}" if args.source else ""
     remark(f"tracing{f' packets {client}' if client else ''} for {args.seconds:g} s; Ctrl-C ends it earlier")
     if shown := _stream(args, _traced(args)):
-        remark(advice(shown, args.service))
+        remark(advice(shown, args.service, args.limit))
     else:
         whose = "".join(f" {each}" for each in (args.service and f"of {args.service}", client) if each)
         remark(f"no packet{whose} was seen in {args.seconds:g} s{f', but {MEASURES} may see some' if silent else ''}")
@@ -136,14 +140,17 @@ def _follow(args: argparse.Namespace, since: float | None) -> None:
 
 
 def _coming(args: argparse.Namespace, after: int) -> Iterator[PacketEvent]:
+    """For people, what differs by its client's port alone is one row in a second."""
     while True:
-        time.sleep(POLL_SECONDS)
+        time.sleep(2 * POLL_SECONDS)
         rows, after = _events(args, after)
-        yield from rows
+        groups = grouped(rows) if args.output in ("text", "wide") else [Group(row, 1, row.time) for row in rows]
+        for last, times, _ in groups:
+            yield replace(last, protocol=f"{times} x {last.protocol}") if times > 1 else last
 
 
 def _traced(args: argparse.Namespace) -> Iterator[PacketEvent]:
-    client = args.client
+    client = args.source
     end = time.monotonic() + args.seconds
     after = ask(args.admin_socket, GetEvents(NO_EVENT), EventsAnswer).last
     while time.monotonic() < end:
@@ -160,7 +167,7 @@ def _address(text: str | None) -> str | None:
     try:
         return text and str(ip_address(source_of(text, 4)))
     except ValueError:
-        raise ConfigError(f"--client {text!r}: is neither an IP address nor pod/NAME") from None
+        raise ConfigError(f"--from {text!r}: is neither an IP address nor pod/NAME") from None
 
 
 def _within(rows: list[PacketEvent], since: float | None) -> list[PacketEvent]:
@@ -205,7 +212,7 @@ packets of known flows (as many as there is room for), replies, dropped and reje
 
 examples:
   hybrid-proxy trace default/web                     all packets to a service, for 10 seconds
-  hybrid-proxy trace --client 10.77.1.11 --seconds 60
+  hybrid-proxy trace --from 10.77.1.11 --seconds 60
   hybrid-proxy trace default/web --limit 5 -o json   one object per line
 """
 
@@ -226,7 +233,9 @@ def _drops_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _trace_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--client", metavar="SRC", help="only packets from or to this address; in a lab pod/NAME")
+    parser.add_argument(
+        "--from", dest="source", metavar="SRC", help="only packets of the client with this address; in a lab pod/NAME"
+    )
     parser.add_argument("--seconds", type=positive_seconds, default=10, metavar="N", help="how long (default: 10)")
     _common_arguments(parser)
 

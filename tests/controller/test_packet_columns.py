@@ -153,12 +153,13 @@ def test_a_stream_that_begins_with_nothing_has_its_header_at_once(capsys: pytest
     [
         (TRACED[:3], "3 packets, 1 from backends, none dropped: `hybrid-proxy trace a/b --latency` measures"),
         (TRACED[:2], "2 packets, 0 from backends: `hybrid-proxy doctor a/b` asks the backends"),
+        ([TRACED[0]] * 12, "12 packets, 0 from backends; stopped at --limit 12"),
         (TRACED, "5 packets, 1 from backends, 1 DROPPED: `hybrid-proxy doctor a/b` says why"),
     ],
-    ids=["well", "no answer", "dropped"],
+    ids=["well", "no answer", "limit", "dropped"],
 )
 def test_a_trace_ends_with_what_to_look_at(rows: list[PacketEvent], said: str) -> None:
-    assert advice(Counter(map(kind, rows)), "a/b").startswith(said)
+    assert advice(Counter(map(kind, rows)), "a/b", 12).startswith(said)
 
 
 def test_wide_folds_nothing() -> None:
@@ -262,6 +263,29 @@ def test_equal_drops_are_one_row_for_people(
     assert output == "json" or ["  13 x  2027-01-15 07:59:00 UTC" in line for line in shown] == [False, True], out
 
 
+@pytest.mark.parametrize(
+    ("output", "shown"), [("text", ["41 x TCP 10.77.1.11 -> ", "TCP 10.77.1.12:7 -> "]), ("json", [""] * 42)]
+)
+def test_equal_drops_of_a_second_are_one_row_of_a_stream(
+    output: str, shown: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    many = [event(1, "backend_refused", f"10.77.1.11:{port}", FRONTEND, backend=BACKEND) for port in range(41)]
+    answers = {watch.ALL: [], watch.NO_EVENT: [], 0: [*many, event(1, "reject", "10.77.1.12:7", FRONTEND)]}
+
+    def ask(_: str, request: Any, *__: Any) -> EventsAnswer:
+        if request.after not in answers:
+            raise KeyboardInterrupt
+        return EventsAnswer(answers[request.after], 0 if request.after == watch.ALL else 7, "ebpf", [])
+
+    monkeypatch.setattr("hybrid_proxy.controller.commands.watch.ask", ask)
+    monkeypatch.setattr("hybrid_proxy.controller.commands.watch.POLL_SECONDS", 0)
+    args = dict.fromkeys(("service", "namespace", "since")) | {"admin_socket": "", "limit": 99, "output": output}
+    assert watch.DROPS.run(argparse.Namespace(**args, command="drops", follow=True)) == 0
+    lines = [line for line in capsys.readouterr().out.splitlines() if FRONTEND in line]
+    assert len(lines) == len(shown)
+    assert all(text in line for text, line in zip(shown, lines, strict=True)), lines
+
+
 @pytest.mark.parametrize("silent", [[], ["nftables"]])
 def test_only_a_mode_that_reports_packets_can_say_that_there_was_none(
     silent: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -270,7 +294,10 @@ def test_only_a_mode_that_reports_packets_can_say_that_there_was_none(
     args = dict.fromkeys(("service", "namespace", "since")) | {"admin_socket": "", "limit": 9, "output": "text"}
     assert watch.DROPS.run(argparse.Namespace(**args, command="drops", follow=False)) == 0
     (said,) = capsys.readouterr().err.splitlines()
-    assert said.startswith("mode nftables reports no packets" if silent else "no packet was dropped or rejected")
+    assert said.startswith(
+        "mode nftables reports no packets" if silent else "hybrid-proxy dropped or rejected no packet"
+    )
+    assert silent or "(firewalls, routes, sockets), `hybrid-proxy trace --drops` shows" in said
 
 
 @pytest.mark.parametrize("text", ["5", "yesterday", "-5m", "0", ""])

@@ -17,7 +17,7 @@ python3-bpfcc and kernel headers, and costs something only while the command run
 
 examples:
   hybrid-proxy trace default/web                     all packets to a service, for 10 seconds
-  hybrid-proxy trace --client 10.77.1.11 --seconds 60
+  hybrid-proxy trace --from 10.77.1.11 --seconds 60
   hybrid-proxy trace default/web --limit 5 -o json   one object per line
   hybrid-proxy trace --latency --seconds 60          SYN to SYN/ACK, by service and backend
   hybrid-proxy trace --drops -o json                 what the kernel drops, and why
@@ -36,13 +36,11 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
         ("retransmits", "retransmitted segments, by backend"),
     ):
         group.add_argument(f"--{flag}", action="store_true", help=text)
-    group.add_argument("--from", dest="source", metavar="SRC", help="only packets from this address; in a lab pod/NAME")
     group.add_argument(
         "--to",
         dest="target",
         metavar="DST:PORT[/PROTO]",
-        help="only packets to this address or service, as `explain` takes it. --from and --to without a view: follow "
-        "one flow",
+        help="only packets to this address or service, as `explain` takes it. Without another view: follow one flow",
     )
 
 

@@ -44,6 +44,7 @@ struct walk {
 	u32 service;
 	u32 sign;
 	u32 acknowledged; /* all resets of SYNs have the sequence number 0 */
+	u32 point; /* where it was last */
 	struct ends first;
 };
 
@@ -511,7 +512,7 @@ struct event {
 	struct ends ends;
 	u32 point;
 	u32 netns;
-	u32 ifindex;
+	u32 began; /* with `skb`, names this packet: an sk_buff has one after another */
 	u32 way;
 	u32 service;
 	u32 sequence;
@@ -522,6 +523,7 @@ struct event {
 };
 
 BPF_RINGBUF_OUTPUT(events, 256);
+BPF_PERCPU_ARRAY(latest, u64, 1); /* the packet that this processor received last */
 
 static __always_inline void emit(u64 skb, u32 point, u32 netns, const struct walk *w, const struct header *h, u64 now,
 				 u64 more)
@@ -536,6 +538,7 @@ static __always_inline void emit(u64 skb, u32 point, u32 netns, const struct wal
 	event->skb = skb;
 	event->point = point;
 	event->netns = netns;
+	event->began = w->began;
 	event->way = w->way;
 	event->service = w->service;
 	event->more = more;
@@ -545,10 +548,8 @@ static __always_inline void emit(u64 skb, u32 point, u32 netns, const struct wal
 		event->flags = h->flags;
 		event->length = h->length;
 	}
-	if (dev) {
-		event->ifindex = half(dev + DEV_IFINDEX);
+	if (dev)
 		bpf_probe_read_kernel(event->device, sizeof(event->device), (void *)(dev + DEV_NAME));
-	}
 	events.ringbuf_submit(event, 0);
 }
 
@@ -560,6 +561,7 @@ static __always_inline void step(u64 skb, const u32 point, const u32 kind)
 	u32 netns = netns_of_packet(skb);
 	struct header h;
 	struct known k;
+	int zero = 0;
 
 	if (!read_header(skb, kind & POINT_AT_DATA, &h)) {
 		walks.delete(&skb);
@@ -574,12 +576,20 @@ static __always_inline void step(u64 skb, const u32 point, const u32 kind)
 		if (!belongs(&h, &k))
 			return;
 		begin(&fresh, &h, &k);
-		fresh.left = now;
+		fresh.left = fresh.began = now;
+		fresh.point = point;
 		walks.update(&skb, &fresh);
 		w = &fresh;
 	}
+	w->point = point;
 	emit(skb, point, netns, w, &h, now, 0);
+	if (point == POINT_RECEIVE)
+		latest.update(&zero, &skb);
+	else if (point == POINT_SOCKET)
+		walks.delete(&skb);
 }
+
+/* A packet ends: dropped, or used by a socket if it was received before (one that was sent has only left). */
 
 static __always_inline void freed(u64 skb, u64 location, u32 reason)
 {
@@ -589,8 +599,9 @@ static __always_inline void freed(u64 skb, u64 location, u32 reason)
 
 	if (!w)
 		return;
-	if (location && now - w->left < STALE_NS && read_header(skb, 0, &h) && w->sign == h.sign)
-		emit(skb, POINT_DROP, netns_of_packet(skb), w, &h, now, (u64)reason << 48 | (location & 0xffffffffffffULL));
+	if ((location || w->point == POINT_RECEIVE) && read_header(skb, 0, &h) && !is_stale(w, &h, now))
+		emit(skb, location ? POINT_DROP : POINT_SOCKET, netns_of_packet(skb), w, &h, now,
+		     (u64)reason << 48 | (location & 0xffffffffffffULL));
 	walks.delete(&skb);
 }
 #else
@@ -683,7 +694,7 @@ static __always_inline void freed(u64 skb, u64 location, u32 reason)
 }
 #endif
 
-#if defined(LATENCY) || defined(RETRANSMITS)
+#ifndef DROPS
 static __always_inline void ends_of_socket(u64 sk, struct ends *e)
 {
 	u8 v4[4];
@@ -730,8 +741,37 @@ static __always_inline void repeated(u64 sk)
 }
 #endif
 
+enum { ESTABLISHED = 1, SYN_SENT = 2, SYN_RECV = 3, OF_SOCKET = 255 };
+
+#ifdef FOLLOW
+/* The packet that this processor has received last ended a handshake: nothing else shows where it went. */
+static __always_inline void changed(u64 sk, u32 before, u32 after)
+{
+	int zero = 0;
+	u64 *skb = latest.lookup(&zero), at, now = bpf_ktime_get_ns();
+	struct walk *w;
+	struct header h;
+	struct ends e, came;
+
+	if ((before != SYN_SENT && before != SYN_RECV) || !skb)
+		return;
+	at = *skb;
+	w = walks.lookup(&at);
+	if (!w || !read_header(at, 0, &h) || is_stale(w, &h, now))
+		return;
+	ends_of_socket(sk, &e);
+	turned(&came, &e);
+	if (e.source_port && h.ends.destination_port != e.source_port) /* a reset has taken the port away */
+		return;
+	if (h.ends.source_port != came.source_port || !same_address(h.ends.source, came.source) ||
+	    !same_address(h.ends.destination, came.destination))
+		return;
+	emit(at, POINT_SOCKET, netns_of(word(sk + SOCK_NET)), w, &h, now, 0);
+	walks.delete(&at);
+}
+#endif
+
 #ifdef LATENCY
-enum { ESTABLISHED = 1, SYN_SENT = 2, OF_SOCKET = 255 };
 
 /* A socket of the node itself: its connect() shows which service it asked for; no packet does. */
 static __always_inline void changed(u64 sk, u32 before, u32 after)

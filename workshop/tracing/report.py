@@ -135,7 +135,7 @@ def _follow(answer: Row, on: Screen) -> Iterator[str]:
     yield "{source} -> {destination}, {service}".format(**points[0])
     if points[0]["flags"] not in ("", "SYN"):
         yield "this connection was open before: no new one began"
-    packet, ends, began, first = 0, "", [], list[Any]()
+    packet, ends, chosen, began, first = 0, "", "", [], list[Any]()
     for row in points:
         at = [row["point"], row["where"], row["interface"]]
         if row["packet"] != packet:
@@ -146,6 +146,9 @@ def _follow(answer: Row, on: Screen) -> Iterator[str]:
             yield painted(title, Tone.HEAD, on)
         elif at == began:
             yield painted(f"packet {packet}, sent again", Tone.HEAD, on)
+        if row["backend"] not in (None, chosen):
+            chosen = row["backend"]
+            yield f"  hybrid-proxy: {row['service']} -> {chosen}"
         now = f"{row['source']} -> {row['destination']}"
         where = " ".join(filter(None, at[1:]))
         more = [_why(row), f"in {row['function']}"] if "reason" in row else []

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
 from hybrid_proxy.workshop.tracing.targets import PROTOCOLS, place_text, unmapped
-from hybrid_proxy.workshop.tracing.text import DROP, LABELS, SOCKET
+from hybrid_proxy.workshop.tracing.text import DROP, LABELS
 
 Histogram = Mapping[int, int]  # slot -> how many
 Row = dict[str, Any]
@@ -117,6 +117,7 @@ class Event(NamedTuple):
     packet: int  # the sk_buff's address
     point: int
     netns: int
+    began: int  # one sk_buff has one packet after another
     device: str
     way: int
     service: int
@@ -134,30 +135,22 @@ def ours(events: Iterable[Event], home: int) -> list[list[Event]]:
 
     Another node of the same machine (a lab) may carry the same addresses; its packets never come by here.
     """
-    open_ways: dict[int, list[Event]] = {}
-    ways: list[list[Event]] = []
+    ways: defaultdict[tuple[int, int], list[Event]] = defaultdict(list)
     for event in sorted(events, key=lambda each: each.ns):
-        way = open_ways.get(event.packet)
-        if way is None or _another(way[-1], event):
-            way = open_ways[event.packet] = []
-            ways.append(way)
-        way.append(event)
-    return [way for way in ways if any(event.netns == home for event in way)]
-
-
-def _another(last: Event, event: Event) -> bool:
-    """Tells whether the same sk_buff has another packet by now."""
-    return last.point in (SOCKET, DROP) or (last.protocol, last.sequence) != (event.protocol, event.sequence)
+        ways[event.packet, event.began].append(event)
+    return [way for way in ways.values() if any(event.netns == home for event in way)]
 
 
 def one_flow(ways: Sequence[list[Event]]) -> list[list[Event]]:
     """Returns the packets of one flow in both directions, across all translations: of the first connection that began.
 
-    Where none did, the first flow that was open.
+    Where none did, those of the first flow of which a client's packet came.
     """
+    asked = [number for number, way in enumerate(ways) if way[0].way == 0]
+    new = [number for number in asked if ways[number][0].protocol == 6 and ways[number][0].flags & 0x12 == 2]
+    ways = ways[min(new or asked or [0]) :]
     ends_of = [{frozenset((event.source, event.destination)) for event in way} for way in ways]
-    new = [ends for way, ends in zip(ways, ends_of, strict=True) if way[0].protocol == 6 and way[0].flags & 0x12 == 2]
-    known = set[frozenset[str]]().union(*(new or ends_of)[:1])
+    known = set[frozenset[str]]().union(*ends_of[:1])
     for ends in ends_of * 2:  # which ends are one flow's, a later packet may show: a SYN may bypass the stack
         if known & ends:
             known |= ends
@@ -220,6 +213,7 @@ def flow_rows(
     flow: Sequence[list[Event]],
     places: Places,
     names: Sequence[str],
+    backends: Collection[str],
     why: Mapping[int, str],
     place: Mapping[int, str],
 ) -> list[Row]:
@@ -229,6 +223,7 @@ def flow_rows(
         flow: as of `one_flow`.
         places: of this node.
         names: of services.
+        backends: addresses with ports.
         why: the kernel's reasons for a drop.
         place: names of functions that drop, by address.
     """
@@ -236,7 +231,9 @@ def flow_rows(
     began = flow[0][0].ns if flow else 0
     for number, way in enumerate(flow, 1):
         for before, event in zip(way[:1] + way[:-1], way, strict=True):
-            at = event.netns or next((pod for pod, those in places.pods.items() if _addresses(event)[1] in those), 0)
+            known = (pod for pod, those in places.pods.items() if _addresses(event)[1] in those)
+            at = event.netns or next(known, before.netns)
+            chosen = event.way == 0 and before.destination != event.destination in backends
             row: Row = {
                 "packet": number,
                 "us": (event.ns - began) / 1000,
@@ -248,6 +245,7 @@ def flow_rows(
                 "source": event.source,
                 "destination": event.destination,
                 "service": names[event.service],
+                "backend": event.destination if chosen else None,
                 "flags": _flags(event),
                 "bytes": event.length,
             }

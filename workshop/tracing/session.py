@@ -66,7 +66,7 @@ class Session:
         self.plan = plan
         self.targets = targets
         self.missing: dict[str, str] = {}
-        self.records: list[bytes] = []
+        self.events: list[Event] = []  # so far, in the order in which they arrived
         self._stack = ExitStack()
         self._maps: dict[str, Map] = {}
         self._ring: Ring | None = None
@@ -103,7 +103,7 @@ class Session:
         settings = _SETTINGS.pack(client or bytes(16), client is not None, self.plan.home)
         self._maps["settings"].update(bytes(4), settings)
         if "events" in self._maps:
-            self._ring = Ring(self._maps["events"], self.records.append)
+            self._ring = Ring(self._maps["events"], lambda record: self.events.append(_event(record)))
             self._stack.callback(self._ring.close)
 
     def _attach(self, entry: Entry, programs: Programs) -> None:
@@ -117,10 +117,6 @@ class Session:
             if entry.needed:
                 raise ControllerError(f"this kernel does not let us observe {entry.tracepoint}: {error}") from error
             self.missing[entry.tracepoint] = str(error)
-
-    def events(self) -> list[Event]:
-        """Returns the events so far, in the order in which they arrived."""
-        return [_event(record) for record in self.records]
 
     def poll(self, seconds: float) -> None:
         """Reads events, or waits for some."""
@@ -166,9 +162,9 @@ def _loaded(name: str, instructions: bytes) -> int:
 
 def _event(record: bytes) -> Event:
     ns, skb, source, destination, source_port, destination_port, protocol, *rest = _EVENT.unpack_from(record)
-    point, netns, _, way, service, sequence, flags, length, more, device = rest
+    point, netns, began, way, service, sequence, flags, length, more, device = rest
     return Event(
-        ns, skb, point, netns, device.rstrip(b"\0").decode(errors="replace"), way, service,
+        ns, skb, point, netns, began, device.rstrip(b"\0").decode(errors="replace"), way, service,
         place_text(source, source_port), place_text(destination, destination_port),
         protocol, sequence, flags, length, more,
     )  # fmt: skip

@@ -28,7 +28,7 @@ from hybrid_proxy.dataplane.reports import BackendRow, ServiceRow
 from hybrid_proxy.workshop.tracing import report, rows
 from hybrid_proxy.workshop.tracing.kernel_types import enum_names
 from hybrid_proxy.workshop.tracing.session import Plan, Session, symbol
-from hybrid_proxy.workshop.tracing.targets import PROTOCOLS, Place, Targets, mapped, of_services, place_of
+from hybrid_proxy.workshop.tracing.targets import PROTOCOLS, Place, Targets, mapped, of_services, place_of, place_text
 from hybrid_proxy.workshop.tracing.text import View
 
 POLL_SECONDS: Final = 0.1
@@ -46,13 +46,9 @@ def view_of(args: argparse.Namespace) -> View | None:
     asked = [view for view in View if getattr(args, view.value.lower(), False)]
     if len(asked) > 1:
         raise ConfigError(f"{' and '.join(f'--{view.value.lower()}' for view in asked)}: one view at a time")
-    found = asked[0] if asked else View.FOLLOW if args.source or args.target else None
-    if found and args.client:
-        raise ConfigError("--client: is --from, where the kernel is measured")
+    found = asked[0] if asked else View.FOLLOW if args.target else None
     if args.target and args.service:
         raise ConfigError("NAMESPACE/NAME and --to both say where packets go: give one of them")
-    if args.source and not (args.target or args.service):
-        raise ConfigError("--from: say where to, by --to or by a service's name")
     return found
 
 
@@ -84,7 +80,12 @@ def show(view: View, args: argparse.Namespace) -> int:
         answer["programs"] = [{"reason": name, "count": count} for name, count in more.items()]
     summary = {"view": view.value.lower(), "mode": here.mode, "seconds": seconds}
     report.show(summary | answer | {"missing": session.missing}, args.output)
-    return 0
+    if view is not View.FOLLOW or answer["points"]:
+        return 0
+    asked_by = f" --from {args.source}" if args.source else ""
+    todo = f"`hybrid-proxy doctor{asked_by} --to {args.target}` tries it"
+    print(f"is the client on this node, and did it send while this measured? {todo}", file=sys.stderr)
+    return 1
 
 
 class _Here(NamedTuple):
@@ -144,20 +145,16 @@ def _until_asked() -> Iterator[list[int]]:
 
 def _wait(session: Session, args: argparse.Namespace, asked: list[int]) -> None:
     end = time.monotonic() + args.seconds
-    last, seen = time.monotonic(), 0
+    looked = 0.0
     while (now := time.monotonic()) < end and not asked:
         if session.plan.view is not View.FOLLOW:
             time.sleep(min(POLL_SECONDS, end - now))
             continue
         session.poll(POLL_SECONDS)
-        if len(session.records) != seen:
-            last, seen = time.monotonic(), len(session.records)
-        elif seen and time.monotonic() - last > QUIET_SECONDS and _closed(session):
-            return
-
-
-def _closed(session: Session) -> bool:
-    return rows.is_closed(rows.one_flow(rows.ours(session.events(), session.plan.home)))
+        if now - looked > QUIET_SECONDS:
+            flow, looked = rows.one_flow(rows.ours(session.events, session.plan.home)), now
+            if rows.is_closed(flow) and now - max(way[-1].ns for way in flow) / 1e9 > QUIET_SECONDS:
+                return
 
 
 def _answer(view: View, session: Session, targets: Targets, args: argparse.Namespace) -> Row:
@@ -172,9 +169,10 @@ def _answer(view: View, session: Session, targets: Targets, args: argparse.Names
             return {"retransmits": rows.repeat_rows(session.counts("repeats"), targets.names)}
         case View.FOLLOW:
             session.poll(POLL_SECONDS)
-            flow = rows.one_flow(rows.ours(session.events(), home))[: args.limit]
+            flow = rows.one_flow(rows.ours(session.events, home))[: args.limit]
             symbols = {at: symbol(at) for way in flow for event in way if (at := event.more & 0xFFFFFFFFFFFF)}
-            return {"points": rows.flow_rows(flow, _places(home), targets.names, _reasons(), symbols)}
+            backends = {place_text(place.address, place.port) for place in targets.backends}
+            return {"points": rows.flow_rows(flow, _places(home), targets.names, backends, _reasons(), symbols)}
 
 
 def _silent(session: Session, targets: Targets, args: argparse.Namespace) -> Counter[tuple[int, bytes, int, int]]:

@@ -46,7 +46,6 @@ FIELDS: Final = {
     "SKB_LEN": "sk_buff.len",
     "SKB_NETWORK": "sk_buff.network_header",
     "DEV_NET": "net_device.nd_net.net",
-    "DEV_IFINDEX": "net_device.ifindex",
     "DEV_NAME": "net_device.name",
     "NET_INUM": "net.ns.inum",
     "SOCK_NET": "sock.__sk_common.skc_net.net",
@@ -80,7 +79,7 @@ def program(view: View, fields: Mapping[str, int], source: str, *, reasons: bool
     """
     numbers = {
         view.value: 1, "POINT_BEGINS": BEGINS, "POINT_ENDS": ENDS, "POINT_AT_DATA": AT_DATA,
-        "POINT_ANYWHERE": EVERYWHERE, "POINT_DROP": DROP, **fields,
+        "POINT_ANYWHERE": EVERYWHERE, "POINT_RECEIVE": RECEIVE, "POINT_SOCKET": SOCKET, "POINT_DROP": DROP, **fields,
     }  # fmt: skip
     lines = [f"#define {name} {number}" for name, number in numbers.items()]
     functions = (
@@ -97,9 +96,11 @@ def entries(view: View, *, reasons: bool = True) -> list[Entry]:
         socket = point.number == SOCKET  # which is its first argument
         body = f"step(arguments[{int(socket)}], {point.number}, {point.kind});"
         found.append(Entry(f"at_{point.name}", point.name, body, needed=not socket))
-    if view is View.LATENCY:
+    if view in (View.LATENCY, View.FOLLOW):
         body = "changed(arguments[0], arguments[1], arguments[2]);"
-        return [*found, Entry("changed_socket", "inet_sock_set_state", body, needed=False)]
+        found.append(Entry("changed_socket", "inet_sock_set_state", body, needed=False))
+    if view is View.LATENCY:
+        return found
     body = f"freed(arguments[0], arguments[1], {'arguments[2]' if reasons else '0'});"
     found.append(Entry("freed_packet", "kfree_skb", body, needed=True))
     if view is View.FOLLOW:

@@ -30,7 +30,7 @@ def connected(service: str, *backends: str) -> dict[str, Any]:
 
 def point(number: int, at: float, name: str, source: str, destination: str, **more: Any) -> dict[str, Any]:
     return {
-        "packet": number, "direction": "request", "flags": "SYN", "bytes": 74, "source": source,
+        "packet": number, "direction": "request", "flags": "SYN", "bytes": 74, "source": source, "backend": None,
         "destination": destination, "service": "default/web:http", "us": at, "step_us": 1.5, "point": name,
         "where": "pod fd77:1::14", "interface": "eth0", **more,
     }  # fmt: skip
@@ -65,7 +65,7 @@ ANSWERS = {
         points=[
             point(1, 0.0, "sent", CLIENT, FRONTEND),
             point(1, 83.2, "received", CLIENT, FRONTEND, where="node", interface="veth4"),
-            point(1, 85.7, "sent", CLIENT, BACKEND, where="node", interface="veth1"),
+            point(1, 85.7, "sent", CLIENT, BACKEND, where="node", interface="veth1", backend=BACKEND),
             point(1, 99.1, "dropped", CLIENT, BACKEND, reason="QUEUE_PURGE", function="sk_stream_kill_queues"),
         ],
         missing={"tcp_probe": "this kernel does not have it\nnor another"},
@@ -89,7 +89,7 @@ def test_no_name_and_no_address_is_cut(view: str, width: int | None) -> None:
     rows = [row for key in ("services", "drops", "retransmits", "points") for row in ANSWERS[view].get(key, ())]
     rows += [each for row in rows for each in row.get("backends", ())]
     for row in rows:
-        assert all(row[key] in shown for key in ("service", "backend", "to", "source", "destination") if key in row)
+        assert all((row.get(key) or "") in shown for key in ("service", "backend", "to", "source", "destination"))
 
 
 def test_a_terminal_with_colours_shows_titles_in_bold() -> None:
@@ -100,6 +100,14 @@ def test_a_terminal_with_colours_shows_titles_in_bold() -> None:
 def test_a_connection_that_was_open_before_is_told_to_be(flags: str, told: int) -> None:
     points = [point(1, 0.0, "sent", CLIENT, FRONTEND) | {"flags": flags}]
     assert "\n".join(lines(answer("follow", points=points), Screen())).count("open before") == told
+
+
+def test_the_backend_is_told_once_where_it_was_chosen() -> None:
+    ends = [(1, FRONTEND, None), (1, BACKEND, BACKEND), (2, FRONTEND, None), (2, BACKEND, BACKEND)]
+    points = [point(at, 1.0, "sent", CLIENT, end, backend=chosen, interface=end) for at, end, chosen in ends]
+    shown = list(lines(answer("follow", points=points), Screen()))
+    assert [number for number, line in enumerate(shown) if line.startswith("  hybrid-proxy: ")] == [3]
+    assert shown[3] == f"  hybrid-proxy: default/web:http -> {BACKEND}"
 
 
 def test_a_packet_that_is_sent_again_is_marked() -> None:

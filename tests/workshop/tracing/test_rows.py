@@ -51,10 +51,10 @@ def test_quantiles_are_the_upper_bounds_of_slots() -> None:
 
 
 def event(ns: int, packet: int, point: int, netns: int, ends: tuple[str, str], sequence: int = 1, **more: int) -> Event:
-    fields = {"way": 0, "service": 0, "protocol": 6, "flags": 2, "length": 60, "more": 0} | more
+    fields = {"began": 0, "way": 0, "service": 0, "protocol": 6, "flags": 2, "length": 60, "more": 0} | more
     return Event(
-        ns, packet, point, netns, "eth0", fields["way"], fields["service"], *ends, fields["protocol"], sequence,
-        fields["flags"], fields["length"], fields["more"],
+        ns, packet, point, netns, fields["began"], "eth0", fields["way"], fields["service"], *ends,
+        fields["protocol"], sequence, fields["flags"], fields["length"], fields["more"],
     )  # fmt: skip
 
 
@@ -76,13 +76,12 @@ def test_packets_of_another_node_with_the_same_addresses_are_not_ours() -> None:
 
 
 def test_an_address_of_a_packet_that_is_used_again_is_another_packet() -> None:
-    events = [
-        event(10, 7, RECEIVE, HOME, SERVICE, sequence=1),
-        event(20, 7, SOCKET, AWAY, BACKEND, sequence=1),
-        event(30, 7, RECEIVE, HOME, SERVICE, sequence=1),
-        event(40, 7, RECEIVE, HOME, SERVICE, sequence=2),
-    ]
-    assert [len(way) for way in rows.ours(events, HOME)] == [2, 1, 1]
+    """Even if both have the same numbers, as all resets of SYNs have."""
+    resets = [("pod:8080", "c:1"), ("pod:8080", "c:2")]
+    events = [event(10 * at, 7, RECEIVE, HOME, ends, 0, began=10 * at, flags=20) for at, ends in enumerate(resets, 1)]
+    assert rows.ours([*events, event(30, 7, SOCKET, AWAY, resets[1], 0, began=20)], HOME) == [
+        events[:1], [events[1], event(30, 7, SOCKET, AWAY, resets[1], 0, began=20)],
+    ]  # fmt: skip
 
 
 def test_one_flow_is_both_directions_and_nobody_elses() -> None:
@@ -106,12 +105,23 @@ def test_a_connection_that_begins_is_followed_rather_than_one_that_was_open() ->
     assert rows.one_flow([opened, accepted]) == [opened]
 
 
+def test_a_flow_begins_with_what_its_client_sent() -> None:
+    """Not with a datagram to another client, whose request came before the measurement, nor before its own SYN."""
+    late = [event(5, 1, RECEIVE, HOME, ("pod:53", "c:9"), way=1, protocol=17)]
+    asked = [event(10, 2, RECEIVE, HOME, ("c:1", "vip:53"), protocol=17)]
+    assert rows.one_flow([late, asked]) == [asked]
+    before = [event(20, 3, RECEIVE, HOME, SERVICE, flags=17)]  # of a connection that had the same port
+    syn = [event(30, 4, RECEIVE, HOME, SERVICE)]
+    assert rows.one_flow([before, syn]) == [syn]
+    assert rows.one_flow([]) == []
+
+
 def test_a_drop_has_its_reason_and_function() -> None:
     way = [
         event(1000, 1, RECEIVE, HOME, SERVICE),
         event(3500, 1, DROP, HOME, BACKEND, more=8 << 48 | 0xABC),
     ]
-    points = rows.flow_rows([way], NODE, ["default/web:http"], {8: "NETFILTER_DROP"}, {0xABC: "nf_hook_slow"})
+    points = rows.flow_rows([way], NODE, ["default/web:http"], [], {8: "NETFILTER_DROP"}, {0xABC: "nf_hook_slow"})
     assert (points[1]["us"], points[1]["reason"], points[1]["function"]) == (2.5, "NETFILTER_DROP", "nf_hook_slow")
     assert points[0]["flags"] == "SYN"
 
@@ -119,7 +129,17 @@ def test_a_drop_has_its_reason_and_function() -> None:
 def test_a_socket_without_a_namespace_is_that_of_the_pod_with_the_destination() -> None:
     ends = {"10.77.1.11:8080": "pod 10.77.1.11", "192.0.2.7:80": "another namespace"}
     ways = [[event(1000, 1, SOCKET, 0, ("192.0.2.1:1", end))] for end in ends]
-    assert [row["where"] for row in rows.flow_rows(ways, NODE, ["a/b"], {}, {})] == list(ends.values())
+    assert [row["where"] for row in rows.flow_rows(ways, NODE, ["a/b"], [], {}, {})] == list(ends.values())
+    home = [event(1000, 1, RECEIVE, HOME, ("c:1", "192.0.2.7:80")), event(1001, 1, SOCKET, 0, ("c:1", "192.0.2.7:80"))]
+    assert [row["where"] for row in rows.flow_rows([home], NODE, ["a/b"], [], {}, {})] == ["node", "node"]
+
+
+@pytest.mark.parametrize(("backends", "chosen"), [(["pod:8080"], "pod:8080"), ([], None)])
+def test_a_backend_is_chosen_where_the_destination_becomes_one(backends: list[str], chosen: str | None) -> None:
+    """Another program's translation leads elsewhere."""
+    way = [event(10, 1, RECEIVE, HOME, SERVICE), *(event(at, 1, TRANSMIT, HOME, BACKEND) for at in (11, 12))]
+    found = rows.flow_rows([way], NODE, ["default/web:http"], backends, {}, {})
+    assert [row["backend"] for row in found] == [None, chosen, None]
 
 
 @pytest.mark.parametrize(
@@ -205,6 +225,6 @@ def test_one_destination() -> None:
 def test_the_text_has_an_entry_for_each_tracepoint() -> None:
     text = program(View.FOLLOW, dict.fromkeys(FIELDS, 8), "/* programs */")
     names = [entry.function for entry in entries(View.FOLLOW)]
-    assert len(set(names)) == len(names) == len(TRACEPOINTS) + 2
+    assert len(set(names)) == len(names) == len(TRACEPOINTS) + 3
     assert all(text.count(f"int {name}(void *ctx)") == 1 for name in names)
     assert "#define FOLLOW 1" in text

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import socket
+import threading
 import time
 from contextlib import ExitStack, suppress
 
@@ -304,6 +305,12 @@ def test_a_flow_is_followed_in_order(stage: Stage, family: int) -> None:
     assert answers[0]["source"].strip("[").startswith(backend)
     synack = [row for row in answers if row["packet"] == answers[0]["packet"]]
     assert synack[0]["flags"] == "SYN ACK"
+    ends = {row["packet"]: (row["flags"], row["point"], row["where"]) for row in points}
+    assert [ends[number] for number in (1, 2, 3)] == [
+        ("SYN", "at the socket", f"pod {backend}"), ("SYN ACK", "at the socket", f"pod {source}"),
+        ("ACK", "at the socket", f"pod {backend}"),
+    ]  # fmt: skip
+    assert next(row["backend"] for row in points if row["backend"]).strip("[").startswith(backend)
     if stage.mode == "ebpf":  # the fast path may bypass the points behind the first one
         return
     assert at_node[-1]["point"] == "sent"
@@ -318,3 +325,28 @@ def test_a_flow_that_is_closed_ends_the_following(stage: Stage) -> None:
         stage.load("connections", WEB[4], count=1, concurrency=1)
         assert stage.ends_alone(), "it went on until it was stopped"
     assert report["points"]
+
+
+def test_one_of_many_refused_connections_is_followed_alone(stage: Stage) -> None:
+    """Resets of SYNs have no numbers of their own, and the kernel uses the memory of one for the next."""
+    if stage.mode == "userspace":
+        pytest.skip("mode userspace answers SYNs itself: its relay listens on the node")
+    for pod in ("pod1", "pod2", "pod3"):
+        stage.drop_in(pod, "tcp dport 8080", "input", how="reject with tcp reset")
+    stop = threading.Event()
+    fields = {"rate": 200, "stop": stop}
+    others = threading.Thread(target=stage.load, args=("connections", WEB[4]), kwargs=fields)
+    others.start()
+    try:
+        with stage.traced("--from", stage.lab["pod4"].address4, "--to", WEB[4]) as report:
+            assert stage.ends_alone(), "the others' packets keep it going"
+    finally:
+        stop.set()
+        others.join()
+        for pod in ("pod1", "pod2", "pod3"):
+            stage.undrop(pod)
+    points = report["points"]
+    assert (points[0]["direction"], points[0]["flags"]) == ("request", "SYN")
+    clients = {row["source" if row["direction"] == "request" else "destination"] for row in points}
+    assert clients == {points[0]["source"]}
+    assert len({row["us"] for row in points if (row["where"], row["flags"]) == ("node", "SYN")}) <= 2, report

@@ -114,9 +114,8 @@ def test_programs_are_compiled_once_and_loaded_only_if_the_cache_can_be_trusted(
     ("arguments", "words"),
     [
         (("--latency", "--drops"), "one view at a time"),
-        (("--from", "10.77.1.11"), "say where to"),
         (("default/web", "--to", "10.96.0.10:80"), "one of them"),
-        (("--drops", "--client", "10.77.1.11"), "is --from"),
+        (("--from", "nobody"), "--from 'nobody': is neither an IP address nor pod/NAME"),
         (("--from", "nobody", "--to", "10.96.0.10:80"), "nobody"),
         (("--to", "10.96.0.10"), "has no port"),
         (("--to", "10.96.0.10/icmp"), "icmp"),
@@ -134,6 +133,14 @@ def test_without_root_there_is_an_error() -> None:
     assert done.returncode == 1
     assert "needs root" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.usefixtures("measurable")
+def test_a_flow_that_did_not_come_is_an_error_with_a_next_step() -> None:
+    done = trace("--from", "10.77.1.11", "--to", "192.0.2.1:80")
+    assert done.returncode == 1, done.stderr
+    assert done.stdout == "no such packet passed\n"
+    assert "`hybrid-proxy doctor --from 10.77.1.11 --to 192.0.2.1:80` tries it" in done.stderr
 
 
 def test_nothing_to_measure_is_an_error() -> None:
