@@ -49,7 +49,7 @@ is_unused() {
 
 check 'Vagrant 2.3 or newer (apt-get install vagrant)' new_vagrant
 check 'rsync (apt-get install rsync)' command -v rsync
-if command -v VBoxManage >/dev/null; then
+if [ "${VAGRANT_DEFAULT_PROVIDER:-}" != libvirt ] && command -v VBoxManage >/dev/null; then
     check 'VirtualBox (VBoxManage --version says what is wrong)' VBoxManage --version
     disks=$HOME
     check 'a processor that virtualises (turn it on in the firmware)' grep -Eq 'vmx|svm|CPU implementer' /proc/cpuinfo

@@ -75,6 +75,7 @@ HEADING = "printf 'Filesystem 1024-blocks Used Available\\n/dev/sda1 9 9 "
         ("", "", {"KVM": "/dev/none"}, "KVM"),
         ("", "", {"KVM": "/dev/none", "EMULATE": "yes"}, ""),
         ("VBoxManage", "exit 1", {"KVM": "/dev/none", "MODULES": "/none"}, "VirtualBox "),
+        ("VBoxManage", "exit 1", {"VAGRANT_DEFAULT_PROVIDER": "libvirt", "MODULES": "/none"}, ""),
     ],
 )  # fmt: skip
 def test_what_a_machine_lacks_is_named(
