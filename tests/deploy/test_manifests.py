@@ -306,6 +306,8 @@ def mine(tmp_path: Path, components: str) -> str:
     for _ in range(2):  # the second time it keeps what is there
         subprocess.run(["sh", "-euc", made], cwd=tmp_path / "hybrid-proxy", check=True)
     file = tmp_path / "site/agents/kustomization.yaml"
+    images = re.findall(r"\bimage: (.*):", manifests.kustomized(file.parent))
+    assert set(images) == {"registry.example/hybrid-proxy"}
     kustomization = yaml.safe_load(file.read_text())
     kustomization["components"] = [f"../../hybrid-proxy/deploy/components/{name}" for name in components.split()]
     file.write_text(yaml.safe_dump(kustomization))
