@@ -49,12 +49,9 @@ class Rule(msgspec.Struct, frozen=True):
 
     @property
     def delete(self) -> str:
-        """The command that removes it; empty: a policy, or another namespace's."""
-        if self.handle and not self.pod:
-            return f"`nft delete rule {self.table} {self.chain} handle {self.handle}`"
-        family, name, *legacy = self.table.split()
-        said = legacy and not self.pod and self.text.lower() != "policy drop"
-        return f"`{family}tables-legacy -t {name} -D {self.chain} {self.text}`" if said else ""
+        """The command that removes it; empty: a policy, a legacy rule, or one of a pod."""
+        known = self.handle and not self.pod
+        return f"`nft delete rule {self.table} {self.chain} handle {self.handle}`" if known else ""
 
     def __str__(self) -> str:
         return f"`{self.text}` in chain {self.chain} of table {self.table}"
@@ -74,17 +71,20 @@ class Taken(msgspec.Struct, frozen=True):
 
 
 class _Chain(msgspec.Struct):
-    """A chain as it is read: the rules that end a packet's way, what they counted, and the chains that it leads to."""
+    """A chain as it is read: the rules that end a packet's way, and the chains that it leads to."""
 
     table: str
     name: str
     hook: str = ""
     late: bool = False
-    # ... and whether they redirect, and nft's numbers for them.
-    ends: list[tuple[str, int | None, bool, str]] = msgspec.field(default_factory=list)
+    ends: list[Rule] = msgspec.field(default_factory=list)
     leads_to: set[str] = msgspec.field(default_factory=set)
     policy: str = ""  # if it drops
     left: int | None = None  # packets that the last rule counted, if it does nothing else: what the policy gets
+
+    def end(self, text: str, packets: str | None, *, away: bool, handle: str = "") -> None:
+        count = int(packets) if packets else None
+        self.ends.append(Rule(self.table, self.name, (), " ".join(text.split()), count, away, handle=handle))
 
 
 def of_nft(text: str, filters: Iterable[BaseChain]) -> tuple[Rule, ...]:
@@ -129,7 +129,7 @@ def of_iptables(text: str, family: str) -> tuple[Rule, ...]:
         elif (found := _SAVED.match(line)) and (to := target(found[3])):
             chain = chains.setdefault(found[2], _Chain(table, found[2]))
             if _ENDS.fullmatch(to):
-                chain.ends.append((found[3].strip(), int(found[1]) if found[1] else None, to.lower() in _AWAY, ""))
+                chain.end(found[3], found[1], away=to.lower() in _AWAY)
             chain.leads_to.add(to)
     return tuple(_rules(chains.values()))
 
@@ -168,9 +168,7 @@ def _read_nft(chain: _Chain, line: str, handle: str) -> None:
     bare = QUOTED.sub("", line).partition(" comment ")[0].partition("#")[0]
     if end := _ENDS.search(bare):
         counter = _COUNTER.search(bare)
-        chain.ends.append(
-            (_COUNTER.sub("counter", line), int(counter[1]) if counter else None, end[1] in _AWAY, handle)
-        )
+        chain.end(_COUNTER.sub("counter", line), counter and counter[1], away=end[1] in _AWAY, handle=handle)
     chain.leads_to.update(_JUMP.findall(bare))
 
 
@@ -184,11 +182,9 @@ def _rules(chains: Iterable[_Chain]) -> Iterator[Rule]:
                 hooks.setdefault((chain.table, name), set()).add((chain.hook, chain.late))
     for chain in known:
         if by := hooks.get((chain.table, chain.name)):
-            policy = [(chain.policy, chain.left, False, "")] * bool(chain.policy)
+            policy = [Rule(chain.table, chain.name, (), chain.policy, chain.left)] * bool(chain.policy)
             at, late = tuple(sorted({hook for hook, _ in by})), all(late for _, late in by)
-            for text, packets, away, handle in (*policy, *chain.ends):
-                said = " ".join(text.split())
-                yield Rule(chain.table, chain.name, at, said, packets, away, handle=handle, late=late)
+            yield from (msgspec.structs.replace(rule, hooks=at, late=late) for rule in (*policy, *chain.ends))
 
 
 def _reached(base: _Chain, chains: Iterable[_Chain]) -> set[str]:

@@ -36,7 +36,7 @@ from hybrid_proxy.controller.agent.modes import (
     remembered,
 )
 from hybrid_proxy.controller.serving.protocol import ModeStatus, Switch
-from hybrid_proxy.controller.settings.config import Config
+from hybrid_proxy.controller.settings.config import Config, available_modes
 from hybrid_proxy.dataplane.errors import DataplaneError, Unsupported
 from hybrid_proxy.dataplane.mode import Programmer
 from hybrid_proxy.dataplane.reports import several
@@ -131,8 +131,9 @@ class ActiveMode:
 
     @property
     def former_modes(self) -> frozenset[str]:
-        """The modes that have objects here besides the one that serves: they drain, or are being removed."""
-        return self.draining.names | frozenset(self._removing)
+        """The modes that may have objects here besides the one that serves: they drain, are removed, or are opened."""
+        opened = () if self.phase is Phase.SERVING else available_modes()
+        return self.draining.names | frozenset(self._removing) | frozenset(opened)
 
     def close(self) -> None:
         """Close all modes; traffic continues as programmed."""

@@ -270,6 +270,7 @@ class Answers:
             },
             conflicts={service: dict(owners) for service, owners in builder.conflicts.items()},
             configuration=self.follower.status(self.mode.config),
+            former_modes=sorted(self.mode.former_modes),
             other_proxies=list(self.other_proxies.warnings),
             foreign_nat=list(self.other_proxies.nat or ()),
             health_checks=self.http.status(),

@@ -22,7 +22,12 @@ NEARLY_FULL: Final = 0.9
 SEE_FAILURES: Final = frozenset({"ebpf", "userspace"})  # modes that know how connections to backends end
 EMPTY: Final[Mark] = "warning"  # no endpoint of a Service is ready: this node does nothing wrong
 REPAIRS: Final = 3  # the last ones
-LOOK: Final = "the route to it, its address, and the agent's credentials"
+CHECKS: Final = {  # words of why the API server is not read, and what to do
+    "40[13]": "check the agent's credentials for {0}",
+    "refused": "nothing listens at {0}: `curl -k https://{0}/readyz`",
+    "time allowed|route to host|unreachable": "check the route to {0}, and firewalls on the way",
+    "": "check the route to {0}, its address, and the agent's credentials",
+}
 READ_LOG: Final = f"read the agent's log ({LOGS})"
 SHOW_ADDRESS: Final = "`ip address` names the interface, `ss -ltun` what listens"
 WAIT: Final = f"ask again in some seconds, then {READ_LOG}"
@@ -152,9 +157,10 @@ def _unread(status: AgentStatus, *, serves: bool) -> tuple[str, str]:
     stays = "what was read last stays in use"
     if status.starting:
         stays = "what the agent before this one left serves" if serves else "nothing is served"
-    look = "the path and who may read it" if source.description.startswith("manifests") else LOOK
     what = source.description.partition(": ")[0]  # without how many objects are there
-    return f"{what}: {why or 'it has not answered yet'}; {stays}", f"check {look}"
+    todo = next(todo for words, todo in CHECKS.items() if re.search(words, why))
+    todo = "check the path and who may read it" if what.startswith("manifests") else todo
+    return f"{what}: {why or 'it has not answered yet'}; {stays}", todo.format(what.partition("https://")[2] or "it")
 
 
 def _source_details(source: SourceStatus) -> list[str]:
@@ -197,8 +203,8 @@ def raise_it(rows: Sequence[Unprogrammed]) -> str:
 
 
 def _object_troubles(status: AgentStatus) -> Iterator[Trouble]:
-    for label, what in (("unreadable", "file"), ("refused", "object"), ("left out", "object")):
-        if those := [problem for problem in status.problems if problem.label == label]:
+    for label, what in (("refused", "file"), ("refused", "object"), ("left out", "object")):
+        if those := [one for one in status.problems if one.label == label and (one.kind == "File") == (what == "file")]:
             text = f"{_many(those, what)} {'used without a part' if label == 'left out' else label}"
             yield Trouble("objects", "refused-objects", text, label, [each.text for each in those],
                           todo=f"correct the {what}", said=[each.report for each in those])  # fmt: skip

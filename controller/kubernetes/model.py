@@ -189,11 +189,11 @@ class Problem(msgspec.Struct, frozen=True):
 
     @property
     def label(self) -> str:
-        return "left out" if self.in_use else "unreadable" if self.kind == "File" else "refused"
+        return "left out" if self.in_use else "refused"
 
     @property
     def report(self) -> str:
-        """The text, and that the object is refused, or its file unreadable."""
+        """The text, and that the object or the file is refused."""
         return self.text if self.in_use else f"{self.label}: {self.text}"
 
     @property

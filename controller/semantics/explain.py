@@ -199,7 +199,7 @@ class Explainer:
             found = self._find(str(dst), dst.version, packet.port, protocol, self._classify(packet, src)[0])
             if found is not None:
                 return self._at_frontend(packet, src, dst, *found)
-        return self._elsewhere(packet, dst, protocol)
+        return Verdict(packet.name, *self._elsewhere(packet, dst, protocol))
 
     def _find(
         self, dst: str, family: int, port: int, protocol: Protocol, source: SourceClass
@@ -213,43 +213,41 @@ class Explainer:
 
     # No frontend
 
-    def _elsewhere(self, packet: Packet, dst: Address, protocol: Protocol | None) -> Verdict:
+    def _elsewhere(
+        self, packet: Packet, dst: Address, protocol: Protocol | None
+    ) -> tuple[Literal["reject", "drop", "untouched"], str]:
         text = str(dst)
         what = (
             f"{socket_text(text, packet.port)}/{protocol.name}" if protocol else f"{packet.protocol.upper()} to {dst}"
         )
         if text in self.table.left_to_node:
-            reason = f"{what}: {left_text(text, self.table.left_to_node[text])}."
-            return Verdict(packet.name, "untouched", reason)
+            return "untouched", f"{what}: {left_text(text, self.table.left_to_node[text])}."
         owner, kind = self._owner.get(text, ("", Kind.NODE_PORT))
         ends = ((f, e.protocol.name) for e in self.table.services.get(owner, ()) for f in e.frontends)
         ports = ", ".join(sorted({f"{f.port}/{name}" for f, name in ends if f.address == text}))
         if kind is Kind.CLUSTER_IP:
             nothing = "the service has no such port" if protocol else "only its ports are served"
-            reason = f"{what}: {dst} is the ClusterIP of {owner}, and {nothing}; it has {ports}."
-            return Verdict(packet.name, "reject", reason)
+            return "reject", f"{what}: {dst} is the ClusterIP of {owner}, and {nothing}; it has {ports}."
         for cidr in self._service_cidrs:
             if dst in cidr and text not in self._own:
-                reason = f"{what}: {dst} is in the service range {cidr}, but it is no service's ClusterIP."
-                return Verdict(packet.name, "drop", reason)
+                return "drop", f"{what}: {dst} is in the service range {cidr}, but it is no service's ClusterIP."
         other = protocol and self._at.get((dst.version, packet.port, int(protocol)))
         if other and dst.is_loopback:
             reason = f"{what}: {packet.port} is a node port of {other[0].name}, but only TCP and UDP of the node's own"
             where = ", ".join(sorted(self._loopback)) or "no loopback address"
-            return Verdict(packet.name, "untouched", f"{reason} clients are served at loopback addresses ({where}).")
+            return "untouched", f"{reason} clients are served at loopback addresses ({where})."
         if other and text in self._own:
             served = ", ".join(a for a in self._node.node_port_addresses if ip_address(a).version == dst.version)
             reason = f"{what}: {packet.port} is a node port of {other[0].name}, but node ports are not served at {dst}"
-            return Verdict(packet.name, "untouched", f"{reason} (only at {served or 'no address of this family'}).")
+            return "untouched", f"{reason} (only at {served or 'no address of this family'})."
         if owner and protocol:
             reason = f"{what}: {dst} is the {kind.value} of {owner}, which has {ports} there alone; the packet is left"
             ipvs = "in mode ipvs it is refused, because the address is the node's own there"
-            return Verdict(packet.name, "untouched", f"{reason} alone ({ipvs}).")
+            return "untouched", f"{reason} alone ({ipvs})."
         backend = protocol and self._backends.get((text, packet.port, int(protocol)))
         if backend:
-            return Verdict(packet.name, "untouched", f"{what} is a backend of {backend} itself.")
-        reason = f"{what} is no address and port of a service: {dst} is {self._whose(packet, dst)}."
-        return Verdict(packet.name, "untouched", reason)
+            return "untouched", f"{what} is a backend of {backend} itself."
+        return "untouched", f"{what} is no address and port of a service: {dst} is {self._whose(packet, dst)}."
 
     @cached_property
     def _backends(self) -> dict[tuple[str, int, int], str]:

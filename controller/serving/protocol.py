@@ -210,6 +210,7 @@ class AgentStatus(msgspec.Struct, kw_only=True, frozen=True):
         conflicts: By service, the frontends that it lost, and who has each.
         refused_external_ips: By service, which of its external IPs are not served, and why.
         configuration: The configuration in effect.
+        former_modes: Those that may have objects here besides the one that serves: they drain, go or come.
         other_proxies: Warnings about other proxies on this node.
         foreign_nat: NAT of other programs for addresses of Services.
         health_checks: The health-check node ports of load balancers, and the agent's own pages.
@@ -255,6 +256,7 @@ class AgentStatus(msgspec.Struct, kw_only=True, frozen=True):
     conflicts: dict[str, dict[str, str]]
     refused_external_ips: dict[str, list[str]] = {}
     configuration: ConfigurationStatus
+    former_modes: list[str] = []
     other_proxies: list[str]
     foreign_nat: list[Taken] = []
     health_checks: HealthChecks

@@ -98,8 +98,26 @@ def test_a_changed_configuration(mode: ActiveMode) -> None:
     assert (mode.choice.effective, mode.phase, mode.config.mode) == ("other", Phase.REPLACING, "other")
     assert mode.draining.programmers == [before]
     assert not before.closed  # type: ignore[attr-defined]
+    assert mode.former_modes > {"good", "userspace"}, "any may be opened, and nobody has left what it makes"
     mode.programmed()
-    assert mode.phase is Phase.SERVING
+    assert (mode.phase, mode.former_modes) == (Phase.SERVING, {"good"})
+
+
+def test_a_drained_mode_is_a_former_one_until_nothing_of_it_is_left(
+    mode: ActiveMode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cleaned: list[frozenset[str]] = []
+    monkeypatch.setattr(active_mode, "ANSWERS_SECONDS", 0.0)
+    monkeypatch.setattr(active_mode, "forget_connections", lambda name: None)
+    monkeypatch.setattr(active_mode, "clean_others", lambda *_: cleaned.append(mode.former_modes) or {})
+    mode.programmed()
+    mode.replace(config("other"))
+    mode.programmed()
+    mode._remove_drained("good")  # noqa: SLF001
+    removal = mode._removal  # noqa: SLF001
+    assert removal is not None
+    removal.join()
+    assert (cleaned, mode.former_modes) == ([{"good"}], frozenset())
 
 
 def test_one_that_cannot_serve_is_given_up(mode: ActiveMode, broken: set[str]) -> None:

@@ -30,7 +30,7 @@ from hybrid_proxy.controller.kubernetes.model import KindState, Problem
 from hybrid_proxy.controller.semantics.explain import Packet, Verdict
 from hybrid_proxy.controller.semantics.history import NOT_SERVED, ChangeRow
 from hybrid_proxy.controller.semantics.lacks import Lack, with_policy
-from hybrid_proxy.controller.serving.protocol import SourceStatus, TableAnswer, TablePort
+from hybrid_proxy.controller.serving.protocol import DrainingMode, SourceStatus, TableAnswer, TablePort
 from hybrid_proxy.dataplane.firewall_rules import Rule, Taken
 from hybrid_proxy.dataplane.reports import (
     BackendRow,
@@ -1015,6 +1015,28 @@ def test_a_cluster_ip_that_cannot_be_read_is_an_outage_of_its_family(family: int
     found = next(each for each in service(facts(ports=left), node)[2] if each.cause == "object-refused")
     assert found.mark == ("problem" if family else "warning")
     assert found.text == problem.message + (f": an outage for clients that use IPv{family}" if family else "")
+
+
+@pytest.mark.parametrize(("ports", "mark"), [((port(A, B),), "warning"), ((), "problem")])
+def test_an_edit_that_is_refused_is_no_outage_where_the_last_good_version_serves(
+    ports: tuple[TablePort, ...], mark: str
+) -> None:
+    """It never had IPv6. A file that is refused weighs as much."""
+    edit = Problem("Service", "shop/web", "spec.clusterIPs[0]: '10.96.0.420' is not an IP address")
+    node = msgspec.structs.replace(WELL, agent=agent_status(problems=[edit]))
+    spoilt = facts(ports=ports, ignored={"shop/web": "refused: a.yaml: line 4 is no YAML"})
+    for asked, at in ((facts(ports=ports), node), (spoilt, msgspec.structs.replace(WELL, agent=agent_status()))):
+        (found,) = (each for each in service(asked, at)[2] if each.cause == "object-refused")
+        assert (found.mark, "outage" in found.text) == (mark, False)
+
+
+@pytest.mark.parametrize(
+    ("serving", "drains", "marks"), [("ebpf", "nftables", ["ok"]), ("nftables", "ebpf", ["unknown"])]
+)
+def test_what_only_drains_hides_no_failure_of_backends(serving: str, drains: str, marks: list[str]) -> None:
+    left = [DrainingMode(drains, {"TCP": 1}, 2.0)]
+    node = msgspec.structs.replace(WELL, agent=agent_status(draining=left), programmed={serving: 1, drains: 0})
+    assert [each.mark for each in node_findings(node) if each.subject == "backends"] == marks
 
 
 @pytest.mark.parametrize("in_use", [True, False])

@@ -85,12 +85,6 @@ def test_a_rule_has_its_number_and_its_place(hook: str, priority: int, late: boo
     assert (found.text, found.late, found.delete) == ("tcp dport 7 drop", late, "`nft delete rule inet x c handle 12`")
 
 
-def test_the_command_that_deletes_a_legacy_rule() -> None:
-    policy, rule = of_iptables(LEGACY, "ip")
-    text = "-s 10.0.0.0/8 -j REJECT --reject-with icmp-port-unreachable"
-    assert (policy.delete, rule.delete) == ("", f"`iptables-legacy -t filter -D CNI {text}`")
-
-
 def test_legacy_rules_with_their_counters() -> None:
     assert of_iptables(LEGACY, "ip") == (
         Rule("ip filter (legacy)", "FORWARD", ("forward",), "policy DROP", 7),

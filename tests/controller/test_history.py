@@ -389,7 +389,7 @@ def test_objects_that_are_refused_are_remembered_until_they_are_not(
     history.flush()
     assert [(row.kind, row.service, row.text, row.by) for row in read_changes(path)] == [
         ("service", NAME, f"refused: {slices.message}", "EndpointSlice"),
-        ("source", "", f"unreadable: {file.message}", "File"),
+        ("source", "", f"refused: {file.message}", "File"),
         ("service", NAME, f"EndpointSlice shop/web-x2z4k {end}", "EndpointSlice"),
     ]
     assert [each.getMessage() for each in caplog.records] == [f"EndpointSlice shop/web-x2z4k {end}"]

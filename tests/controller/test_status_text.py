@@ -244,12 +244,26 @@ def test_an_outage_of_the_api_server_is_one_line_in_status_and_doctor_has_its_re
     )
 
 
+@pytest.mark.parametrize(("why", "todo"), [
+    ("Services: Connection refused", "nothing listens at 10.0.0.1:6443: `curl -k https://10.0.0.1:6443/readyz`"),
+    ("Services: no connection within the time allowed", "check the route to 10.0.0.1:6443, and firewalls on the way"),
+    ("Services: No route to host", "check the route to 10.0.0.1:6443, and firewalls on the way"),
+    ("Services: 401 Unauthorized; the credentials are refused", "check the agent's credentials for 10.0.0.1:6443"),
+    ("Services: 403 Forbidden", "check the agent's credentials for 10.0.0.1:6443"),
+    ("x", "check the route to 10.0.0.1:6443, its address, and the agent's credentials"),
+])  # fmt: skip
+def test_what_to_do_about_an_api_server_follows_from_how_it_fails(why: str, todo: str) -> None:
+    said = f"API server https://10.0.0.1:6443 cannot be read since TIME ({why}); what is programmed serves on"
+    status = agent_status(source=SourceStatus("Kubernetes API at https://10.0.0.1:6443", False, said, []))
+    assert [each.todo for each in troubles(status) if each.cause == "api-unreachable"] == [todo]
+
+
 def test_a_file_that_is_no_yaml_is_no_object() -> None:
     spoilt, refused = Problem("File", "a.yaml", "a.yaml: line 4 is no YAML"), Problem("Service", "a/b", "0 is no port")
     first, *others = lines(agent_status(problems=[spoilt, refused]), Screen(), NOW)
-    assert first == "DEGRADED: 1 file is unreadable; 1 object is refused"
+    assert first == "DEGRADED: 1 file is refused; 1 object is refused"
     assert others[:4] == [
-        "  unreadable: a.yaml: line 4 is no YAML", "    → correct the file",
+        "  refused: a.yaml: line 4 is no YAML", "    → correct the file",
         "  refused: 0 is no port", "    → correct the object",
     ]  # fmt: skip
 

@@ -220,7 +220,7 @@ def _agent_findings(agent: AgentStatus, facts: NodeFacts) -> Iterator[Finding]:
         "source": agent.source.description,
         "maps": "everything is programmed, and no map is nearly full",
     }
-    if facts.programmed.keys() <= SEE_FAILURES:
+    if _serving(facts) <= SEE_FAILURES:
         well["backends"] = "none is ejected"
     for subject, text in well.items():
         if subject not in {each.subject for each in found}:
@@ -282,7 +282,7 @@ def _away(node: NodeFacts, facts: ServiceFacts | None = None) -> Iterator[Findin
         rows.setdefault((one.service, one.address), []).append(one)
     for those in rows.values():  # the node's own packets pass another chain than those of pods
         found, *more = sorted(
-            (nat_trouble(one, node.programmed) for one in those), key=lambda each: MARKS.index(each.mark)
+            (nat_trouble(one, _serving(node)) for one in those), key=lambda each: MARKS.index(each.mark)
         )
         text = "; and ".join((found.details[0], *(each.details[0].partition(" elsewhere, ")[2] for each in more)))
         todo = no_nat(*(one.rule for one in those))
@@ -316,11 +316,16 @@ def _conntrack(row: Fill, largest: str, lost: dict[str, tuple[int, int]]) -> Fin
     return Finding("ok", "conntrack", text)
 
 
+def _serving(facts: NodeFacts) -> set[str]:
+    """The modes that serve: one alone, but for those that only drain."""
+    return facts.programmed.keys() - {left.mode for left in (facts.agent.draining if facts.agent else ())}
+
+
 def _unwatched(facts: NodeFacts) -> Iterator[Finding]:
     """Why it is not known whether backends fail."""
     if facts.agent is None:
         yield Finding("unknown", "backends", "the agent alone knows which are ejected")
-    elif blind := sorted(facts.programmed.keys() - SEE_FAILURES):
+    elif blind := sorted(_serving(facts) - SEE_FAILURES):
         text = f"mode {' and '.join(blind)} does not see whether connections to backends fail"
         yield Finding("unknown", "backends", text, "`hybrid-proxy doctor -n NAMESPACE` tries one to each")
 
@@ -441,7 +446,7 @@ def _object(facts: ServiceFacts, node: NodeFacts) -> list[Finding]:
     for problem in agent.problems if agent else ():
         if problem.service and facts.name and belongs(facts.name, problem.service):
             stays = STAYS if facts.ports and not problem.in_use else ""
-            left_out.append(_refused(f"{problem.report}{stays}", "correct the object", facts))
+            left_out.append(_refused(f"{problem.report}{stays}", "correct the object", facts, whole=bool(stays)))
     if facts.ports and facts.ignored:
         text = f"{'; '.join(facts.ignored.values())}{STAYS}"
         left_out.append(Finding("warning", "object", text, "correct the file", "object-refused"))
@@ -488,9 +493,12 @@ def _object(facts: ServiceFacts, node: NodeFacts) -> list[Finding]:
     return left_out or [unknown]
 
 
-def _refused(text: str, todo: str, facts: ServiceFacts) -> Finding:
-    """What is wrong with the object, and whose outage it is that a ClusterIP is not served, although others are."""
-    lost = _LOST_CLUSTER_IP.search(text)
+def _refused(text: str, todo: str, facts: ServiceFacts, *, whole: bool = False) -> Finding:
+    """What is wrong with the object, and whose outage it is that a ClusterIP is not served, although others are.
+
+    `whole`: the last good version serves.
+    """
+    lost = None if whole else _LOST_CLUSTER_IP.search(text)
     missing = {4, 6} - {port.family for port in facts.ports} if lost and facts.ports else set()
     if lost and lost[1] and facts.ports:
         missing = {family_of(lost[1].strip("[]"))}
@@ -759,15 +767,15 @@ def _connections(facts: ServiceFacts, node: NodeFacts) -> Iterator[Finding]:
     for each in facts.tried:
         if each.outcome == "failed":
             yield Finding("unknown", "connections", f"{_end(each)} could not be tried: {each.detail}")
+    at = (socket_text(*at) for port in facts.ports for at in places(port, facts.table.node_ports_at))
+    to = facts.asked.partition(" -> ")[2] or next(at, facts.ports[0].name)
+    options = f"--from {facts.stranger} " * bool(facts.stranger) + f"--to {to}"
     if facts.stranger and facts.tried:
         text = f"none was tried from {facts.stranger}: neither this node nor a pod of it has this address"
-        at = (socket_text(*at) for port in facts.ports for at in places(port, facts.table.node_ports_at))
-        to = facts.asked.partition(" -> ")[2] or next(at, facts.ports[0].name)
-        trace = f"`hybrid-proxy trace --from {facts.stranger} --to {to}`"
-        todo = f"for a pod, ask on its node; {trace} follows packets of this client"
+        todo = f"for a pod, ask on its node; `hybrid-proxy trace {options}` follows packets of this client"
         yield Finding("unknown", "connections", text, todo, "untried")
     if facts.tried and (facts.stranger or not (facts.packet or facts.verdicts or _failing(facts.tried))):
-        yield from _outside(facts, node)
+        yield from _outside(facts, node, to, options)
     if facts.no_pod and facts.tried:
         text = f"none was tried from a pod, so nothing is known of forwarding: {facts.no_pod}"
         todo = "run doctor as root on the node itself; a pod of the agent needs deploy's component debug for it"
@@ -858,21 +866,20 @@ def places(port: TablePort, node_ports_at: Sequence[str]) -> list[tuple[str, int
     return [pair for pair in pairs if family_of(pair[0]) == port.family]
 
 
-def _outside(facts: ServiceFacts, node: NodeFacts) -> Iterator[Finding]:
+def _outside(facts: ServiceFacts, node: NodeFacts, to: str, options: str) -> Iterator[Finding]:
     """Rules that take packets of a client elsewhere, or the answers, by what they say; others may accept them before.
 
     Those to a service meet the first hooks, unless programs translate them before; those to a backend meet others,
     unless a program sends them on itself. Of no client in particular rules count that name an address or a port.
     """
-    ebpf, before = node.programmed.keys() == {"ebpf"}, BEFORE if _relays(node) else BEFORE - {"input"}
+    ebpf, before = _serving(node) == {"ebpf"}, BEFORE if _relays(node) else BEFORE - {"input"}
     own = [rule for rule in facts.rules if not (rule.away or rule.pod) and (facts.stranger or _END.search(rule.text))]
-    met, past, at = dict[Rule, None](), dict[Rule, None](), ""
+    met, past = dict[Rule, None](), dict[Rule, None]()
     for port in facts.ports:
-        asked = {(facts.packet.dst, facts.packet.port), (None, facts.packet.port)} if facts.packet else set()
-        fronts = [each for each in port.frontends if not asked or (each.address, each.port) in asked]
-        outer = [each for each in fronts if each.kind is not Kind.CLUSTER_IP] or fronts * bool(facts.stranger)
+        inner = not facts.stranger or any(each.kind is not Kind.CLUSTER_IP for each in port.frontends)
+        outer = [each for each in port.frontends if not inner or each.kind is not Kind.CLUSTER_IP]
         named = places(msgspec.structs.replace(port, frontends=tuple(outer)), facts.table.node_ports_at)
-        at = at or next((socket_text(*place) for place in named), "")
+        named = [(facts.packet.dst, facts.packet.port)] if facts.packet else named
         behind = [(end.address, end.port) for end in reached(facts, port) if outer and not _relays(node)]
         sent_on = ebpf and all(each.masquerade & Masquerade.EXTERNAL for each in outer)
         for found, ends, hooks in (
@@ -884,11 +891,10 @@ def _outside(facts: ServiceFacts, node: NodeFacts) -> Iterator[Finding]:
             for end in ends:
                 one = Tried("node", facts.stranger, "backend", socket_text(*end), port.protocol, "failed")
                 found |= {rule: None for rule in there if _is_about(rule, one, facts)}
-    who = facts.stranger or f"clients outside to {at}"
+    who = facts.stranger or f"clients outside to {to}"
     if rules := [*met]:
         text = f"on the way of {who} {_verb(rules, 'is', 'are')} {some(list(map(str, rules)), '; ')}"
-        from_it = f"--from {facts.stranger} " * bool(facts.stranger)
-        todo = f"{_accept(rules[0])}; `hybrid-proxy trace {from_it}--to {at}` shows what gets past it"
+        todo = f"{_accept(rules[0])}; `hybrid-proxy trace {options}` shows what gets past it"
         yield Finding("warning", "firewall", text, todo, "firewall", certain=False)
     if facts.stranger and (spared := [str(rule) for rule in past if rule not in met]):
         text = f"not on the way of {who}: mode ebpf sends these packets on past FORWARD: {some(spared, '; ')}"

@@ -125,7 +125,7 @@ def recent(events: Iterable[PacketEvent]) -> tuple[PacketEvent, ...]:
 def _other_proxies(agent: AgentStatus | None, here: Programmed | None) -> tuple[str, ...]:
     """Warnings of this moment: the agent searches once a minute."""
     modes = [agent.mode.effective] if agent else []
-    drains = [left.mode for left in agent.draining] if agent else []
+    drains = agent.former_modes if agent else []
     if here and (agent is None or agent.starting):  # which modes it follows nobody says yet
         modes, drains = [name for name, _ in here.views], [name for name, _ in here.views]
     found = find_other_proxies(next(iter(modes), ""), drains)

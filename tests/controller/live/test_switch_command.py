@@ -233,13 +233,20 @@ class Searching(Altered):
         return (SEARCHING,)
 
 
-@pytest.mark.parametrize("mode", ["nftables", "iptables"])
+@pytest.mark.parametrize("mode", ["nftables", "iptables", "userspace"])
 def test_what_a_former_mode_has_here_is_no_other_proxy(lab: Lab, mode: str) -> None:
     with serving(lab, Searching) as bench:
         switch(bench, mode, "--wait")
         bench.lab.run("node", ["nft", "flush", "ruleset"])
         switch(bench, "--back", "--wait")
-        gone = f"that mode {mode} had left here"
-        eventually(lambda: gone in bench.agent.log.read_text(), 30, f"what mode {mode} had is not removed")
+        gone, told = f"that mode {mode} had left here", list[str]()
+
+        def is_gone() -> bool:
+            done = bench.agent.command("doctor", "--admin-socket", str(bench.agent.socket), "-o", "json")
+            told.extend(row["text"] for row in json.loads(done.stdout)["findings"] if row["cause"] == "other-proxy")
+            return gone in bench.agent.log.read_text()
+
+        eventually(is_gone, 30, f"what mode {mode} had is not removed")
+        assert told == []
         log = bench.agent.log.read_text()
         assert "other proxy" not in log, log
