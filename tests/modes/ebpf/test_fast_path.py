@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+
 import numpy as np
 import pytest
 
@@ -31,6 +33,20 @@ def test_auto_skips_nothing_and_other_settings_warn(
     assert warned in decision.warning
     assert bool(decision.warning) is bool(warned)
     assert setting != "auto" or not (met or limits) or (limits or met)[0] in decision.why
+
+
+def test_chains_of_a_mode_that_drains_are_not_listed_as_somebody_elses() -> None:
+    own = ["ip hybrid-proxy nat-prerouting", "ip6 hybrid-proxy nat-output"]
+    assert decide("auto", own)[:2] == ("established", "the stack has what a former mode has for its flows")
+    assert decide("auto", [*own, *MET]).why == f"the stack has {', '.join(MET)}"
+
+
+def test_each_edit_of_a_firewall_is_no_line_of_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.DEBUG)
+    row, met = np.zeros(1, dtype=layout.dtype_of("node")), list(MET)
+    made = FastPath("auto", lambda: row, lambda: met, lambda: False, list)
+    made.maintain()
+    assert [(each.levelname, "inet wall forward" in each.getMessage()) for each in caplog.records] == [("DEBUG", True)]
 
 
 @pytest.mark.parametrize("former", ["OFF", "ESTABLISHED", "ALWAYS", "DIRECT"])
