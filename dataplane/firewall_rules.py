@@ -45,13 +45,24 @@ class Rule(msgspec.Struct, frozen=True):
     away: bool = False  # it redirects packets
     pod: tuple[str, ...] = ()  # addresses of the pod whose rule it is; none: the node's
     handle: str = ""  # nft's number for it
-    late: bool = False  # it meets packets after a mode that translates in netfilter
+    priority: int | None = None  # of the first base chain that leads to it; None: iptables-legacy's
 
     @property
     def delete(self) -> str:
         """The command that removes it; empty: a policy, a legacy rule, or one of a pod."""
         known = self.handle and not self.pod
         return f"`nft delete rule {self.table} {self.chain} handle {self.handle}`" if known else ""
+
+    @property
+    def late(self) -> bool:
+        """It meets packets after a mode that translates in netfilter."""
+        own = {"prerouting", "output"}.issuperset(self.hooks)
+        return own and self.priority is not None and self.priority > _DSTNAT
+
+    @property
+    def early(self) -> bool:
+        """It meets packets before such a mode."""
+        return self.priority is not None and self.priority < _DSTNAT
 
     def __str__(self) -> str:
         return f"`{self.text}` in chain {self.chain} of table {self.table}"
@@ -76,7 +87,7 @@ class _Chain(msgspec.Struct):
     table: str
     name: str
     hook: str = ""
-    late: bool = False
+    priority: int | None = None
     ends: list[Rule] = msgspec.field(default_factory=list)
     leads_to: set[str] = msgspec.field(default_factory=set)
     policy: str = ""  # if it drops
@@ -102,8 +113,7 @@ def of_nft(text: str, filters: Iterable[BaseChain]) -> tuple[Rule, ...]:
         elif line.startswith("chain ") and line.endswith("{"):
             chain = _Chain(table, line.split()[1])
             if base := bases.get((table, chain.name)):
-                chain.hook, chain.policy = base.hook, "policy drop" * base.drops
-                chain.late = base.priority > _DSTNAT and base.hook in ("prerouting", "output")
+                chain.hook, chain.priority, chain.policy = base.hook, base.priority, "policy drop" * base.drops
             chains.append(chain)
         elif line == "}":
             chain = None
@@ -175,16 +185,17 @@ def _read_nft(chain: _Chain, line: str, handle: str) -> None:
 def _rules(chains: Iterable[_Chain]) -> Iterator[Rule]:
     """The rules that packets can get to, with the hooks by which they do."""
     known = [chain for chain in chains if is_foreign(chain.table.partition(" ")[2]) and is_foreign(chain.name)]
-    hooks: dict[tuple[str, str], set[tuple[str, bool]]] = {}
+    bases: dict[tuple[str, str], list[_Chain]] = {}
     for chain in known:
         if chain.hook:
             for name in _reached(chain, known):
-                hooks.setdefault((chain.table, name), set()).add((chain.hook, chain.late))
+                bases.setdefault((chain.table, name), []).append(chain)
     for chain in known:
-        if by := hooks.get((chain.table, chain.name)):
+        if by := bases.get((chain.table, chain.name)):
             policy = [Rule(chain.table, chain.name, (), chain.policy, chain.left)] * bool(chain.policy)
-            at, late = tuple(sorted({hook for hook, _ in by})), all(late for _, late in by)
-            yield from (msgspec.structs.replace(rule, hooks=at, late=late) for rule in (*policy, *chain.ends))
+            at = tuple(sorted({base.hook for base in by}))
+            first = min((base.priority for base in by if base.priority is not None), default=None)
+            yield from (msgspec.structs.replace(rule, hooks=at, priority=first) for rule in (*policy, *chain.ends))
 
 
 def _reached(base: _Chain, chains: Iterable[_Chain]) -> set[str]:

@@ -21,7 +21,7 @@ from hybrid_proxy.controller.agent.syncer import Syncer
 from hybrid_proxy.controller.kubernetes.files import write
 from hybrid_proxy.controller.redact import redact
 from hybrid_proxy.controller.semantics.lacks import with_policy
-from hybrid_proxy.controller.serving.memory import Ended, Memory, born, oom_kills
+from hybrid_proxy.controller.serving.memory import Ended, Memory, born, oom_kills, started_by
 from hybrid_proxy.controller.serving.protocol import ModeStatus
 from hybrid_proxy.dataplane.errors import DataplaneError, told
 from hybrid_proxy.dataplane.kernel.host_paths import netns_number
@@ -59,6 +59,7 @@ class Notebook:
         self._blank = Memory(
             pid=os.getpid(), born=born(os.getpid()), namespace=netns_number(), started=time.time(),
             mode=ModeStatus(requested, requested), argv=sys.orig_argv,
+            again=started_by(sys.orig_argv, os.environ, os.getppid()),
         )  # fmt: skip
         self._known = former  # what the file says, or is to say next
         self._write_at = 0.0
@@ -116,7 +117,7 @@ class Notebook:
                 self._collect()
                 memory = replace(memory, events=self._events())
         memory = replace(
-            memory, pid=blank.pid, born=blank.born, started=blank.started, argv=blank.argv,
+            memory, pid=blank.pid, born=blank.born, started=blank.started, argv=blank.argv, again=blank.again,
             ended=Ended(time.time(), why or "it ended"),
         )  # fmt: skip
         if self._writer is not None:

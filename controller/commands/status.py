@@ -9,7 +9,7 @@ from typing import Final
 import msgspec
 
 from hybrid_proxy.controller.commands.columns import Screen, painted
-from hybrid_proxy.controller.commands.troubles import SEE_FAILURES, Trouble, Verdict, missing, troubles
+from hybrid_proxy.controller.commands.troubles import REPAIRED, SEE_FAILURES, Trouble, Verdict, missing, troubles
 from hybrid_proxy.controller.serving import protocol as p
 from hybrid_proxy.controller.text import printable
 from hybrid_proxy.dataplane.modes.ebpf.maps.reasons import WORDS, WORKS
@@ -38,7 +38,7 @@ def lines(status: p.AgentStatus, screen: Screen, now: float, *, wide: bool = Fal
 
 def _other_lines(status: p.AgentStatus, found: Sequence[Trouble], now: float, *, wide: bool) -> Iterator[str]:
     for trouble in found:
-        yield from _detail_lines(trouble.label, trouble.details)
+        yield from _detail_lines(trouble.label, trouble.details if trouble.label != REPAIRED else ())
         if trouble.todo and trouble.verdict is not Verdict.OK and trouble.todo not in trouble.details:
             yield f"    → {trouble.todo}"
     if status.former is not None:
@@ -60,13 +60,15 @@ def _other_lines(status: p.AgentStatus, found: Sequence[Trouble], now: float, *,
         yield from (f"  {line}" for line in start_lines(status.start_parts))
     if status.health_checks.served:
         yield f"served: {several(status.health_checks.served, 'health-check node port')}"
+    yield from _detail_lines(REPAIRED, (text for each in found if each.label == REPAIRED for text in each.details))
 
 
 def lines_without_agent(status: p.NoAgentStatus, screen: Screen, now: float) -> Iterator[str]:
     """Return the lines about what still serves while no agent answers, and what the last agent knew."""
     reason = status.gone.text(now) if status.gone and not status.starting else status.reason
     yield from _first_lines(Verdict.NOT_IN_SYNC, [reason], screen)
-    yield "  → `hybrid-proxy doctor` says what to do"
+    again = status.gone.again if status.gone and not status.starting else ""
+    yield from _folded(f"  → {again or '`hybrid-proxy doctor` says what to do'}", screen)
     for line in _lines_without_agent(status):
         yield from _folded(line, screen)
 

@@ -22,6 +22,7 @@ NEARLY_FULL: Final = 0.9
 SEE_FAILURES: Final = frozenset({"ebpf", "userspace"})  # modes that know how connections to backends end
 EMPTY: Final[Mark] = "warning"  # no endpoint of a Service is ready: this node does nothing wrong
 REPAIRS: Final = 3  # the last ones
+REPAIRED: Final = "repaired"  # the label of what is over
 CHECKS: Final = {  # words of why the API server is not read, and what to do
     "40[13]": "check the agent's credentials for {0}",
     "refused": "nothing listens at {0}: `curl -k https://{0}/readyz`",
@@ -88,8 +89,8 @@ def troubles(status: AgentStatus, *, serves: bool = False, answered: Collection[
         text = f"{_many(down, 'link of a pod', 'links of pods')} down"
         found.append(Trouble("links", "link-down", text, "link", down, todo=todo))
     found += map(forwarding_trouble, status.not_forwarding)
-    found += [*_plane_troubles(plane, answered), *_object_troubles(status)]
-    found += [*_backend_troubles(status, answered), *_full(status)]
+    found += [*_plane_troubles(plane), *_backend_troubles(status, answered), *_object_troubles(status)]
+    found += _full(status)
     if pages := [*status.health_checks.listeners.values(), *status.health_checks.failed.values()]:
         text = f"{_many(pages, 'health check or page', 'health checks or pages')} not served"
         said = [f"not served: {page}" for page in pages]
@@ -109,7 +110,7 @@ def troubles(status: AgentStatus, *, serves: bool = False, answered: Collection[
     here = {"", status.mode.effective, *(left.mode for left in status.draining)}
     if repairs := [row for row in status.repairs if row.mode in here]:
         details = [f"{clock(row.last)}, {row.count} x: {shorten(row.what, 160)}" for row in repairs[-REPAIRS:]]
-        found.append(_note("drift", details)._replace(label="repaired"))
+        found.append(_note("drift", details)._replace(label=REPAIRED))
     return found
 
 
@@ -175,16 +176,16 @@ def missing(row: KindState) -> str:
     return f"{row.kind}s: {row.state} since {clock(row.since)}{': ' + row.why if row.why else ''}{stays}"
 
 
-def _plane_troubles(plane: Status, answered: Collection[str]) -> Iterator[Trouble]:
-    if failing := [name for name in plane.failing if name not in answered]:
-        details = [f"{name}: each backend refused its last connection, or did not answer" for name in failing]
-        text, todo = f"all backends of {some(failing)} fail", _ask_doctor(failing[0])
-        yield Trouble("backends", "backends-fail", text, "failing", details, todo=todo, said=[text])
+def _plane_troubles(plane: Status) -> Iterator[Trouble]:
     if plane.unprogrammed:
         details = [f"{one.entry}: {one.reason}" for one in plane.unprogrammed]
         text, todo = f"{_many(details, 'service port')} not programmed", raise_it(plane.unprogrammed)
         said = [*unprogrammed(plane.unprogrammed)]
         yield Trouble("maps", "map-full", text, "NOT PROGRAMMED", details, todo=todo, said=said)
+    if plane.ebpf and plane.ebpf.pods.failed:
+        details = [f"{name}: {problem}" for name, problem in plane.ebpf.pods.failed.items()]
+        text, todo = f"{_many(details, 'interface')} without our programs", f"no pod behind it is served: {READ_LOG}"
+        yield Trouble("interfaces", "not-programmed", text, "interface", details, todo=todo)
 
 
 def unprogrammed(rows: Sequence[Unprogrammed]) -> Iterator[str]:
@@ -241,16 +242,19 @@ def _backend_troubles(status: AgentStatus, answered: Collection[str]) -> Iterato
     if over := [*over, *(f"{name}: {row.state}" for name, row in well.items() if row.service not in plane.failing)]:
         said = [f"{some(over, '; ')} before, and doctor's own are answered now: nobody has connected since"]
         yield Trouble("backends", "ejected", verdict=Verdict.OK, mark="warning", said=said)
-    for ejected, reason in ((True, "ejected"), (False, "failing, but not ejected")):
-        own = {name: row for name, row in known.items() if row.ejected is ejected and name not in well}
-        if details := [f"{name}: {row.state}" for name, row in own.items()]:
-            text, said = f"{_many(details, 'backend')} {reason}", [some(details, "; ")]
-            todo = _ask_doctor(next(iter(own.values())).service)
-            yield Trouble("backends", "ejected", text, "backend", details, todo=todo, said=said)
-    if plane.ebpf and plane.ebpf.pods.failed:
-        details = [f"{name}: {problem}" for name, problem in plane.ebpf.pods.failed.items()]
-        text, todo = f"{_many(details, 'interface')} without our programs", f"no pod behind it is served: {READ_LOG}"
-        yield Trouble("interfaces", "not-programmed", text, "interface", details, todo=todo)
+    states = {f"{name}: {row.state}": row for name, row in known.items() if name not in well}
+    sick = {row.service for row in states.values()}
+    if failing := [name for name in plane.failing if name not in answered]:
+        each = "each backend refused its last connection, or did not answer"
+        details = [f"{name}: {each}" for name in failing if name not in sick]
+        details += [text for text, row in states.items() if row.service in failing]
+        text, todo = f"all backends of {some(failing)} fail", _ask_doctor(failing[0])
+        yield Trouble("backends", "backends-fail", text, "failing", details, todo=todo, said=[text])
+    if own := {text: row for text, row in states.items() if row.service not in failing}:
+        ejected = sum(row.ejected for row in own.values())
+        word = "ejected" if ejected == len(own) else f"failing, {ejected or 'but not'} ejected"
+        text, todo = f"{_many([*own], 'backend')} {word}", _ask_doctor(next(iter(own.values())).service)
+        yield Trouble("backends", "ejected", text, "backend", [*own], todo=todo, said=[some([*own], "; ")])
 
 
 def _full(status: AgentStatus) -> Iterator[Trouble]:
@@ -303,14 +307,17 @@ def nat_trouble(one: Taken, modes: Collection[str]) -> Trouble:
 
     So does its place: `modes` serve.
     """
-    count, late = one.rule.packets, bool(modes) and "ipvs" not in modes and one.rule.late
-    vain = not count and (late or (count == 0 and {*modes} == {"ebpf"}))
-    said = "it has no effect: services are served before it" if vain else so_far(one.rule)
-    found = Trouble("NAT", "foreign-nat", f"NAT takes {one.address} ({one.service})", "NAT",
-                    [f"{one}; {said}"], todo=no_nat(one.rule))  # fmt: skip
-    if count:
+    rule, count, early = one.rule, one.rule.packets, bool(modes) and "ebpf" not in modes and one.rule.early
+    vain = not count and ((modes and "ipvs" not in modes and rule.late) or (count == 0 and {*modes} == {"ebpf"}))
+    reason, said = f"NAT takes {one.address} ({one.service})", so_far(rule)
+    if early:
+        place = f"priority {rule.priority}, before ours"
+        reason, said = f"{reason}: table {rule.table}, {place}: {no_nat(rule).partition(', or')[0]}", f"{place}; {said}"
+    said = "it has no effect: services are served before it" if vain else said
+    found = Trouble("NAT", "foreign-nat", reason, "NAT", [f"{one}; {said}"], todo=no_nat(rule))
+    if count or (early and count is None):
         return found
-    mark: Mark = "warning" if count is None and not vain else "ok"
+    mark: Mark = "ok" if vain or (count == 0 and not early) else "warning"
     return found._replace(reason="", label="note" if mark == "ok" else mark, mark=mark, verdict=Verdict.OK)
 
 

@@ -10,7 +10,8 @@ from __future__ import annotations
 import contextlib
 import errno
 import re
-from collections.abc import Mapping
+import shlex
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -51,6 +52,7 @@ class Memory(msgspec.Struct, kw_only=True, frozen=True):
         mode: The mode that serves, and why not the configured one.
         draining: Former modes that still had flows.
         argv: The process's command line.
+        again: How to start it again.
         pin_root: As of `--pin-root`.
         names: Names of service ports by their numbers in the maps.
         error: Why the last sync failed.
@@ -71,6 +73,7 @@ class Memory(msgspec.Struct, kw_only=True, frozen=True):
     mode: ModeStatus
     draining: list[str] = []
     argv: list[str] = []
+    again: str = ""
     pin_root: str | None = None
     names: Mapping[int, str] = {}
     error: str = ""
@@ -81,6 +84,16 @@ class Memory(msgspec.Struct, kw_only=True, frozen=True):
     events: list[PacketEvent] = []
     ended: Ended | None = None
     oom_kills: int | None = None
+
+
+def started_by(argv: Sequence[str], environment: Mapping[str, str], parent: int) -> str:
+    """PURE. Returns how an agent is started again, and where its log is: a unit's parent is the system's manager."""
+    if "KUBERNETES_SERVICE_HOST" in environment:
+        look = "`kubectl -n kube-system get pods -l app.kubernetes.io/name=hybrid-proxy -o wide`"
+        return f"kubelet starts it again; {look} and `kubectl -n kube-system logs ds/hybrid-proxy` say why not"
+    if parent == 1 and "INVOCATION_ID" in environment:
+        return "`systemctl start hybrid-proxy`; `journalctl -u hybrid-proxy` says why it ended"
+    return f"start it as it was: `{shlex.join(argv)}`"
 
 
 def memory_path(asked: str) -> Path:
@@ -130,7 +143,7 @@ def recall(path: Path) -> Memory | None:
 def how_it_ended(path: Path, memory: Memory) -> Gone:
     """Finds out since when an unresponsive agent is gone, and why, as far as possible."""
     if memory.ended is not None:
-        return Gone(memory.pid, memory.started, memory.ended.time, exact=True, why=memory.ended.why)
+        return Gone(memory.pid, memory.started, memory.ended.time, exact=True, why=memory.ended.why, again=memory.again)
     try:
         last = path.stat().st_mtime  # it touches the file once a second
     except OSError:
@@ -141,7 +154,7 @@ def how_it_ended(path: Path, memory: Memory) -> Gone:
         why += f"; out of memory, the kernel has killed {count} since (dmesg): {ADVICE[errno.ENOMEM]}"
     if born(memory.pid) == memory.born:
         why = f"process {memory.pid} is there, but does not listen"
-    return Gone(memory.pid, memory.started, last, exact=False, why=why)
+    return Gone(memory.pid, memory.started, last, exact=False, why=why, again=memory.again)
 
 
 def killed_for_memory(former: Memory) -> int:

@@ -290,6 +290,7 @@ class Gone(msgspec.Struct, frozen=True):
         since: When it ended, or, unless `exact`, its last sign of life, to a second.
         exact: Whether it wrote down when it ended.
         why: A message.
+        again: How to start it again.
     """
 
     pid: int
@@ -297,6 +298,7 @@ class Gone(msgspec.Struct, frozen=True):
     since: float
     exact: bool
     why: str
+    again: str = ""
 
     def text(self, now: float) -> str:
         """Formats it for people: `agent 4711 is gone since 10:33:44 UTC, 2 min ago: SIGTERM`."""

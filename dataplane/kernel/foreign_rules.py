@@ -75,9 +75,7 @@ def read_rules(*, nat: bool = False, client: str = "") -> tuple[tuple[Rule, ...]
     for table in list(dict.fromkeys(chain.table for chain in chains))[:MOST_TABLES]:
         at, names = table.split(" ", 1), [chain.name for chain in chains if chain.table == table]
         try:  # one call for several tables fails where iptables-nft has made one of them (nft 1.0.6)
-            rules += of_nft(
-                _led_to(at, names) if nat else _marked(_listed("table", *at, handles=True), at, client), chains
-            )
+            rules += of_nft(_led_to(at, names) if nat else _marked(_listed("table", *at), at, client), chains)
         except OSError as error:
             unknown.append(f"table {table} cannot be read: {error}")
     legacy = Xtables("legacy")
@@ -90,8 +88,8 @@ def read_rules(*, nat: bool = False, client: str = "") -> tuple[tuple[Rule, ...]
     return tuple(rules), "; ".join(unknown)
 
 
-def _listed(*what: str, handles: bool = False) -> str:
-    return output("nft", "-ta" if handles else "-t", "list", *what, seconds=TOOL_SECONDS)
+def _listed(*what: str) -> str:
+    return output("nft", "-ta", "list", *what, seconds=TOOL_SECONDS)
 
 
 def _marked(text: str, at: list[str], client: str) -> str:

@@ -1258,7 +1258,7 @@ INCIDENTS = [
         advised="`iptables -P FORWARD ACCEPT`",
     ),
     Incident("an endpoint flaps", flapping, (NAME,), "flapping", own=True),
-    Incident("the agent is dead", no_agent, (), "no-agent", advised="journalctl -u hybrid-proxy"),
+    Incident("the agent is dead", no_agent, (), "no-agent", advised="start it as it was: `"),
     Incident("the agent is dead, asked about a service", no_agent, (NAME,), "no-agent", own=True),
 ]
 
@@ -1330,6 +1330,7 @@ def test_nat_that_takes_the_cluster_ip_and_counts_nothing_is_likely(clinic: Clin
     with clinic.rules("node", UNCOUNTED_NAT):
         status = clinic.agent.wait(lambda status: status.foreign_nat, 5)
         code, found = clinic.doctor(NAME)
+        said = clinic.agent.command("status").stdout
     clinic.agent.wait(lambda status: not status.foreign_nat, 5)
     time.sleep(1.5)  # `changes` is written once a second
     rows = json.loads(clinic.agent.command("changes", NAME, "-o", "json").stdout)
@@ -1341,6 +1342,9 @@ def test_nat_that_takes_the_cluster_ip_and_counts_nothing_is_likely(clinic: Clin
     assert "192.0.2.9" in found.verdict, found
     assert bad[0].todo.startswith("`nft delete rule ip somebody prerouting handle "), found
     assert "`; `nft delete rule ip somebody output handle " in bad[0].todo
+    assert re.match(
+        r"DEGRADED: NAT takes .+: table ip somebody, priority -160, before ours: `nft delete rule .+ handle \d+`;", said
+    )
 
 
 @only_in("ebpf", "nftables")

@@ -479,7 +479,7 @@ NODES = [
 def test_doctor_is_as_happy_as_the_status(fields: dict[str, object], expected: Judged) -> None:
     agent = agent_status(**fields)
     seen = {"conntrack": agent.conntrack, "taken": tuple(agent.foreign_nat)}
-    node = msgspec.structs.replace(WELL, agent=agent, programmed={"ebpf": 1}, **seen)
+    node = msgspec.structs.replace(WELL, agent=agent, programmed={agent.mode.effective: 1}, **seen)
     found = diagnose("node", list(node_findings(node)))
     assert judged(agent) is expected
     assert found.well is (expected in (Judged.OK, Judged.DRAINED)), found
@@ -566,7 +566,15 @@ def test_nat_of_pods_and_of_the_node_is_one_problem_with_both_commands(packets: 
 def test_nat_that_comes_after_ours_has_no_effect(
     mode: str, late: bool, packets: int | None, mark: str, vain: bool
 ) -> None:
-    taken = Rule("ip x", "p", ("prerouting",), "ip daddr 10.96.0.1 dnat to 192.0.2.9", packets, away=True, late=late)
+    taken = Rule(
+        "ip x",
+        "p",
+        ("prerouting",),
+        "ip daddr 10.96.0.1 dnat to 192.0.2.9",
+        packets,
+        away=True,
+        priority=-50 if late else -100,
+    )
     node = msgspec.structs.replace(WELL, taken=(Taken("shop/web", "10.96.0.1", taken),), programmed={mode: 1})
     (found,) = (each for each in node_findings(node) if each.subject == "NAT")
     assert (found.mark, "it has no effect: services are served before it" in found.text) == (mark, vain), found
@@ -1242,7 +1250,7 @@ def test_who_listens_at_loopback_alone_is_told_where_to_listen(at: str, named: b
         (rule("prerouting", "tcp dport 30080 drop"), "ebpf", False),
         (rule("forward", "tcp dport 30080 drop"), "nftables", False),
         (rule("prerouting", "ip saddr 192.168.77.0/24 tcp dport 8080 drop"), "ebpf", True),
-        (msgspec.structs.replace(rule("prerouting", "tcp dport 30080 drop"), late=True), "nftables", False),
+        (msgspec.structs.replace(rule("prerouting", "tcp dport 30080 drop"), priority=-50), "nftables", False),
         (rule("input", "tcp dport 30080 drop"), "nftables", False),
         (rule("input", "tcp dport 30080 drop"), "ipvs", True),
         (msgspec.structs.replace(rule("input", 'iifname "eth0" drop'), pod=("10.0.0.1",)), "nftables", False),
@@ -1312,7 +1320,7 @@ def test_a_rule_past_which_the_program_sends_a_client_on_is_not_on_its_way(
 def test_a_rule_that_any_client_outside_meets_is_named_unasked(
     text: str, late: bool, connections: tuple[list[Tried], ...], met: bool
 ) -> None:
-    drops = msgspec.structs.replace(rule("prerouting", text), handle="7", late=late)
+    drops = msgspec.structs.replace(rule("prerouting", text), handle="7", priority=-50 if late else -100)
     asked = facts(
         *connections, ports=(OUTER,), rules=(drops,), stranger_at="eth0", table=told(node_ports_at=["192.168.77.2"])
     )
@@ -1344,6 +1352,14 @@ def test_one_address_that_does_not_admit_a_client_is_no_problem_where_another_se
 def test_of_a_node_without_an_agent_that_comes_first() -> None:
     node = msgspec.structs.replace(WELL, forwarding={4: False})
     assert diagnose("node", list(node_findings(node))).cause == "no-agent"
+
+
+def test_of_a_node_without_an_agent_it_is_said_how_to_start_it() -> None:
+    for again, todo in (("`systemctl start hybrid-proxy`",) * 2, ("", "start it, and read the agent's log (")):
+        node = msgspec.structs.replace(WELL, again=again)
+        (found,) = (each for each in node_findings(node) if each.cause == "no-agent")
+        assert found.todo.startswith(todo)
+        assert found.todo.endswith("(no agent listens)")
 
 
 @pytest.mark.parametrize(("stranger", "mark"), [("192.168.77.1", "problem"), ("", "warning")])

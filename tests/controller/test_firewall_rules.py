@@ -67,10 +67,10 @@ COMMIT
 
 def test_nftables_rules_that_packets_get_to_and_that_drop_them() -> None:
     assert of_nft(NFT, FILTERS) == (
-        Rule("inet fw", "f", ("forward",), "policy drop", None),
-        Rule("inet fw", "f", ("forward",), "ct state invalid counter drop", 5),
-        Rule("inet fw", "f", ("forward",), "tcp dport 9 reject with tcp reset", None),
-        Rule("inet fw", "other", ("forward",), 'tcp dport 7 counter drop comment "hi"', 3),
+        Rule("inet fw", "f", ("forward",), "policy drop", None, priority=0),
+        Rule("inet fw", "f", ("forward",), "ct state invalid counter drop", 5, priority=0),
+        Rule("inet fw", "f", ("forward",), "tcp dport 9 reject with tcp reset", None, priority=0),
+        Rule("inet fw", "other", ("forward",), 'tcp dport 7 counter drop comment "hi"', 3, priority=0),
     )
 
 
@@ -103,13 +103,25 @@ def test_what_a_rule_counted_between_two_looks() -> None:
 
 def test_a_rule_at_the_end_that_only_counts_counts_for_the_policy() -> None:
     closed = NFT.replace("\t\tjump other\n", '\t\tjump other\n\t\tcounter packets 8 bytes 400 comment "rest"\n')
-    assert of_nft(closed, FILTERS)[0] == Rule("inet fw", "f", ("forward",), "policy drop", 8)
+    assert of_nft(closed, FILTERS)[0] == Rule("inet fw", "f", ("forward",), "policy drop", 8, priority=0)
     early = NFT.replace("\t\tjump other\n", "\t\tcounter packets 8 bytes 400\n\t\tjump other\n")
     assert of_nft(early, FILTERS)[0].packets is None
 
 
 def test_a_policy_counts_as_the_kernel_says() -> None:
-    assert of_nft(NFT, [FILTERS[0]._replace(packets=7)])[0] == Rule("inet fw", "f", ("forward",), "policy drop", 7)
+    assert of_nft(NFT, [FILTERS[0]._replace(packets=7)])[0].packets == 7
+
+
+def test_a_chain_that_several_lead_to_has_the_priority_of_the_first() -> None:
+    chains = "".join(f"chain {name} {{\n jump to\n}}\n" for name in ("one", "other"))
+    text = f"table ip x {{\n{chains}chain to {{\n ip daddr 10.96.0.1 dnat to 192.0.2.9 # handle 3\n}}\n}}\n"
+    for both, early, late in (((-90, -150), True, False), ((-100, -90), False, False), ((-90, 0), False, True)):
+        bases = [
+            BaseChain("ip x", name, "nat", "prerouting", rules=1, drops=False, packets=None, priority=priority)
+            for name, priority in zip(("one", "other"), both, strict=True)
+        ]
+        (rule,) = of_nft(text, bases)
+        assert (rule.priority, rule.early, rule.late, rule.handle) == (min(both), early, late, "3")
 
 
 WEB = {(address, 80, Protocol.TCP): "shop/web:http" for address in ("10.96.0.9", "fd96::9", None)}

@@ -21,7 +21,7 @@ def left(path: Path, **fields: object) -> m.Memory:
     """A memory in the file, of a process that is gone."""
     known = m.Memory(
         pid=1 << 22, born=7, namespace=netns_number(), started=NOW - 60, mode=ModeStatus("auto", "ebpf"),
-        names={5: "default/web:http"},
+        names={5: "default/web:http"}, again="`systemctl start hybrid-proxy`",
     )  # fmt: skip
     known = msgspec.structs.replace(known, **fields)
     write(path, msgspec.json.encode(known))
@@ -55,7 +55,20 @@ def test_an_agent_with_last_words_ended_when_it_said_so(tmp_path: Path) -> None:
     path = tmp_path / "admin.memory"
     known = left(path, ended=m.Ended(NOW, "it was stopped by SIGTERM"))
     gone = m.how_it_ended(path, known)
-    assert gone == Gone(known.pid, known.started, NOW, exact=True, why="it was stopped by SIGTERM")
+    assert gone == Gone(known.pid, known.started, NOW, exact=True, why="it was stopped by SIGTERM", again=known.again)
+
+
+@pytest.mark.parametrize(
+    ("environment", "parent", "said"),
+    [
+        ({"INVOCATION_ID": "1"}, 1, "`systemctl start hybrid-proxy`; `journalctl -u hybrid-proxy` says"),
+        ({"INVOCATION_ID": "1"}, 77, "start it as it was: `hybrid-proxy run --node-name 'a b'`"),
+        ({}, 1, "start it as it was: `hybrid-proxy run --node-name 'a b'`"),
+        ({"KUBERNETES_SERVICE_HOST": "10.96.0.1"}, 0, "kubelet starts it again; `kubectl -n kube-system get pods -l "),
+    ],
+)
+def test_an_agent_is_started_again_as_it_was_started(environment: dict[str, str], parent: int, said: str) -> None:
+    assert m.started_by(["hybrid-proxy", "run", "--node-name", "a b"], environment, parent).startswith(said)
 
 
 def test_an_agent_without_last_words_ended_when_it_touched_the_file_last(tmp_path: Path) -> None:

@@ -145,6 +145,34 @@ def test_a_backend_that_fails_makes_it_degraded_before_it_is_ejected() -> None:
     assert shown[:3] == [wanted[0], wanted[1].replace(row.state, kept.state), wanted[2]], "a backend is named once"
 
 
+def test_a_service_whose_backends_fail_is_one_block_with_one_arrow() -> None:
+    kept, out, other = (
+        Ejection(f"shop/{name}:http", f"10.0.0.{end}:80", ejected=ejected, seconds=None, state=state)
+        for name, end, ejected, state in (
+            ("cart", 1, False, "kept: too many fail"), ("cart", 2, True, "ejected"), ("web", 3, False, "3 refused"),
+        )
+    )  # fmt: skip
+    again = Ejection("shop/web:admin", "10.0.0.3:81", ejected=True, seconds=None, state="ejected")
+    plane = dataplane(failing=["shop/cart:http"], ebpf=attached(kept, out, other, again))
+    first, *shown = text(agent_status(dataplane=plane), 160).splitlines()
+    assert first == ("DEGRADED: all backends of shop/cart:http fail; 2 backends are failing, 1 ejected")
+    assert shown[:7] == [
+        "  failing: 10.0.0.1:80 of shop/cart:http: kept: too many fail",
+        "  failing: 10.0.0.2:80 of shop/cart:http: ejected",
+        "    → hybrid-proxy doctor shop/cart",
+        "  backend: 10.0.0.3:80 of shop/web:http: 3 refused",
+        "  backend: 10.0.0.3:81 of shop/web:admin: ejected",
+        "    → hybrid-proxy doctor shop/web",
+        "",
+    ]
+
+
+def test_what_was_repaired_stands_below() -> None:
+    repairs = [ChangeRow(first=NOW, last=NOW, kind="repair", what="veth1 is detached")]
+    shown = text(agent_status(repairs=repairs)).splitlines()
+    assert (shown[:2], shown[-1]) == (["OK", ""], "  repaired: 22:13:20 UTC, 1 x: veth1 is detached")
+
+
 @pytest.mark.parametrize(("mode", "lines"), [("ebpf", 0), ("userspace", 0), ("nftables", 1), ("ipvs", 1)])
 def test_a_mode_that_sees_no_failures_says_in_a_line_who_asks_backends(mode: str, lines: int) -> None:
     shown = text(agent_status(dataplane=dataplane(mode=mode, ebpf=None))).splitlines()
@@ -203,10 +231,12 @@ def test_flows_that_were_not_counted_yet_are_not_none() -> None:
     assert "its flows are not counted yet (`status` has them in two seconds)" in shown
 
 
-def nat(packets: int | None) -> Taken:
+def nat(packets: int | None, priority: int | None = None) -> Taken:
     """A rule of somebody that takes a ClusterIP."""
     text = "ip daddr 10.96.0.9 tcp dport 80 dnat to 192.0.2.9:80"
-    return Taken("a/b", "10.96.0.9", Rule("inet x", "c", ("prerouting",), text, packets, away=True))
+    handle = "" if priority is None else "3"
+    rule = Rule("inet x", "c", ("prerouting",), text, packets, away=True, priority=priority, handle=handle)
+    return Taken("a/b", "10.96.0.9", rule)
 
 
 def test_nat_of_another_program_is_told_with_its_rule_and_with_what_to_do_where_it_counted() -> None:
@@ -217,6 +247,21 @@ def test_nat_of_another_program_is_told_with_its_rule_and_with_what_to_do_where_
     assert (what, todo[:12]) == (f"  NAT: {said}; 3 packets so far", "    → delete")
     first, what, *_ = lines(agent_status(foreign_nat=[nat(packets=None)]), Screen(), NOW)
     assert (first, what) == ("OK", f"  warning: {said}; how often is not counted")
+
+
+def test_nat_that_comes_before_ours_is_told_in_the_first_line_and_that_behind_ours_has_no_effect() -> None:
+    first, what, todo, *_ = lines(agent_status(**NFT, foreign_nat=[nat(None, -150)]), Screen(), NOW)
+    assert first == (
+        "DEGRADED: NAT takes 10.96.0.9 (a/b): table inet x, priority -150, before ours: "
+        "`nft delete rule inet x c handle 3`"
+    )
+    assert what.endswith("dnat to 192.0.2.9:80`; priority -150, before ours; how often is not counted")
+    assert todo.startswith("    → `nft delete rule inet x c handle 3`")
+    for one, mode in ((nat(None, -50), "nftables"), (nat(0, -150), "ebpf")):
+        status = agent_status(mode=ModeStatus(mode, mode, ""), foreign_nat=[one])
+        first, what, *_ = lines(status, Screen(), NOW)
+        assert (first, what[:8]) == ("OK", "  note: ")
+        assert what.endswith("; it has no effect: services are served before it")
 
 
 def test_an_outage_of_the_api_server_is_one_line_in_status_and_doctor_has_its_reason() -> None:
@@ -268,6 +313,7 @@ def test_a_file_that_is_no_yaml_is_no_object() -> None:
     ]  # fmt: skip
 
 
+NFT = {"mode": ModeStatus("nftables", "nftables", "")}
 # fmt: off
 ONE_TROUBLE = (
     pytest.param({"error": "boom"},                                      Verdict.NOT_IN_SYNC, id="a-failed-sync"),
@@ -284,6 +330,10 @@ ONE_TROUBLE = (
     pytest.param({"foreign_nat": [nat(packets=None)]},                   Verdict.OK,          id="uncounted-nat"),
     pytest.param({"foreign_nat": [nat(packets=0)]},                      Verdict.OK,          id="nat-that-met-none"),
     pytest.param({"foreign_nat": [nat(packets=3)]},                      Verdict.DEGRADED,    id="nat-that-counted"),
+    pytest.param({"foreign_nat": [nat(None, -150)], **NFT},              Verdict.DEGRADED,    id="nat-is-first"),
+    pytest.param({"foreign_nat": [nat(0, -150)], **NFT},                 Verdict.OK,          id="first-nat-met-none"),
+    pytest.param({"foreign_nat": [nat(None, -50)], **NFT},               Verdict.OK,          id="nat-behind-ours"),
+    pytest.param({"foreign_nat": [nat(3, -50)], **NFT},                  Verdict.DEGRADED,    id="later-nat-met-some"),
     pytest.param({"cut": ["eth0"]},                                      Verdict.DEGRADED,    id="an-uplink-is-down"),
     pytest.param({"left_to_node": {"10.96.0.10": "a/b"}},                Verdict.OK,          id="own-cluster-ip"),
     pytest.param({"conntrack": Fill(100, 100)},                          Verdict.DEGRADED,    id="conntrack-is-full"),
@@ -333,6 +383,14 @@ def test_without_an_agent_what_serves_is_named() -> None:
     assert "10 service ports" in second
     assert "mode ipvs" in drained
     assert "0 service ports" not in drained
+
+
+def test_without_an_agent_it_is_said_how_to_start_it() -> None:
+    gone = Gone(7, NOW - 60, NOW, exact=True, why="it ended", again="`systemctl start hybrid-proxy`")
+    left = NoAgentStatus(reason="no agent listens at /run/x.sock", programmed={}, gone=gone)
+    assert list(lines_without_agent(left, Screen(), NOW))[1] == "  → `systemctl start hybrid-proxy`"
+    starting = msgspec.structs.replace(left, starting="it reads objects")
+    assert "hybrid-proxy doctor" in list(lines_without_agent(starting, Screen(), NOW))[1]
 
 
 def test_the_verdict_is_coloured_on_a_terminal_alone() -> None:

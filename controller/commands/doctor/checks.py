@@ -191,7 +191,7 @@ def _without_agent(facts: NodeFacts) -> Finding:
     what = f"{ports} as last programmed, and changes are not followed" if ports else "nothing is programmed here"
     if facts.unread:
         what = f"what is programmed cannot be read: {facts.unread}"
-    text, todo = f"no agent runs: {what}", f"start it, and {READ_LOG}: {facts.no_agent}"
+    text, todo = f"no agent runs: {what}", f"{facts.again or f'start it, and {READ_LOG}'} ({facts.no_agent})"
     if facts.starting:
         text, todo = f"the agent is starting ({facts.starting}): {what}", "ask again in some seconds"
     elif facts.denied:
