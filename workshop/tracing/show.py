@@ -152,7 +152,7 @@ def _wait(session: Session, args: argparse.Namespace, asked: list[int]) -> None:
             continue
         session.poll(POLL_SECONDS)
         if now - looked > QUIET_SECONDS:
-            flow, looked = rows.one_flow(rows.ours(session.events, session.plan.home)), now
+            flow, looked = rows.one_flow(rows.ours(session.events, session.plan.home)), time.monotonic()
             if rows.is_closed(flow) and now - max(way[-1].ns for way in flow) / 1e9 > QUIET_SECONDS:
                 return
 
