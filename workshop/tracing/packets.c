@@ -553,6 +553,14 @@ static __always_inline void emit(u64 skb, u32 point, u32 netns, const struct wal
 	events.ringbuf_submit(event, 0);
 }
 
+/* Tells whether a socket of this network namespace sends the packet: it did not come in before. */
+static __always_inline int is_sent_here(u64 skb, u32 netns)
+{
+	u64 sk = word(skb + SKB_SK);
+
+	return sk && netns_of(word(sk + SOCK_NET)) == netns;
+}
+
 /* Reports points of all network namespaces; `rows.ours` selects those of this node's packets. */
 static __always_inline void step(u64 skb, const u32 point, const u32 kind)
 {
@@ -568,6 +576,8 @@ static __always_inline void step(u64 skb, const u32 point, const u32 kind)
 		return;
 	}
 	if (w && (is_stale(w, &h, now) || is_anothers(w, &h.ends)))
+		w = 0;
+	if (w && point == POINT_TRANSMIT && w->point == POINT_RECEIVE && is_sent_here(skb, netns))
 		w = 0;
 	if (w) {
 		learn(w, &h);
@@ -589,7 +599,9 @@ static __always_inline void step(u64 skb, const u32 point, const u32 kind)
 		walks.delete(&skb);
 }
 
-/* A packet ends: dropped, or used by a socket if it was received before (one that was sent has only left). */
+/* A packet ends: dropped, or used by a socket if it was received before (one that was sent has only left). TCP frees a
+ * SYN at once, but a datagram has been read by then.
+ */
 
 static __always_inline void freed(u64 skb, u64 location, u32 reason)
 {
@@ -600,8 +612,8 @@ static __always_inline void freed(u64 skb, u64 location, u32 reason)
 	if (!w)
 		return;
 	if ((location || w->point == POINT_RECEIVE) && read_header(skb, 0, &h) && !is_stale(w, &h, now))
-		emit(skb, location ? POINT_DROP : POINT_SOCKET, netns_of_packet(skb), w, &h, now,
-		     (u64)reason << 48 | (location & 0xffffffffffffULL));
+		emit(skb, location ? POINT_DROP : h.ends.protocol == TCP ? POINT_SOCKET : POINT_READ,
+		     netns_of_packet(skb), w, &h, now, (u64)reason << 48 | (location & 0xffffffffffffULL));
 	walks.delete(&skb);
 }
 #else

@@ -151,8 +151,9 @@ def one_flow(ways: Sequence[list[Event]]) -> list[list[Event]]:
     ways = ways[min(new or asked or [0]) :]
     ends_of = [{frozenset((event.source, event.destination)) for event in way} for way in ways]
     known = set[frozenset[str]]().union(*ends_of[:1])
-    for ends in ends_of * 2:  # which ends are one flow's, a later packet may show: a SYN may bypass the stack
-        if known & ends:
+    # Which ends are one flow's, a later packet may show, or its client alone: packets may bypass the stack.
+    for way, ends in [*zip(ways, ends_of, strict=True)] * 2:
+        if known & ends or (way[0].way and way[0].destination == ways[0][0].source):
             known |= ends
     return [way for way, ends in zip(ways, ends_of, strict=True) if known & ends]
 
@@ -235,20 +236,12 @@ def flow_rows(
             at = event.netns or next(known, before.netns)
             chosen = event.way == 0 and before.destination != event.destination in backends
             row: Row = {
-                "packet": number,
-                "us": (event.ns - began) / 1000,
-                "step_us": (event.ns - before.ns) / 1000,
-                "direction": DIRECTIONS[event.way],
-                "point": LABELS[event.point],
-                "where": places.named(at, *_addresses(event)) or "another namespace",
-                "interface": event.device or None,
-                "source": event.source,
-                "destination": event.destination,
-                "service": names[event.service],
-                "backend": event.destination if chosen else None,
-                "flags": _flags(event),
-                "bytes": event.length,
-            }
+                "packet": number, "us": (event.ns - began) / 1000, "step_us": (event.ns - before.ns) / 1000,
+                "direction": DIRECTIONS[event.way], "point": LABELS[event.point],
+                "where": places.named(at, *_addresses(event)) or "another namespace", "interface": event.device or None,
+                "source": event.source, "destination": event.destination, "service": names[event.service],
+                "backend": event.destination if chosen else None, "flags": _flags(event), "bytes": event.length,
+            }  # fmt: skip
             reason, function = why.get(event.more >> 48, UNREPORTED), place.get(event.more & 0xFFFFFFFFFFFF, "?")
             rows.append(row | ({"reason": reason, "function": function} if event.point == DROP else {}))
     return rows

@@ -89,6 +89,9 @@ class Session:
         self._make_maps(programs)
         for entry in reversed(functions):  # what ends a packet's way first: nothing begins that is not seen to end
             self._attach(entry, programs)
+        if self._ring:
+            self.poll(0)
+            self.events.clear()  # of packets that not all points could show
 
     def _make_maps(self, programs: Programs) -> None:
         tables = {"wanted": self.targets.places, "reached": self.targets.backends}

@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from enum import Enum
 from typing import Final, NamedTuple
 
-# Flags of a point: a packet is first seen here; it leaves here; its network header is not set yet and is where the data
-# begins; the point counts in any network namespace if the packet came from ours.
-BEGINS, ENDS, AT_DATA, EVERYWHERE = 1, 2, 4, 8
-RECEIVE, SOCKET, TRANSMIT, DROP = 1, 2, 3, 4
+# Flags of a point: a packet leaves here; its network header is not set yet and is where the data begins; the point
+# counts in any network namespace if the packet came from ours.
+ENDS, AT_DATA, EVERYWHERE = 1, 2, 4
+RECEIVE, SOCKET, TRANSMIT, DROP, READ = 1, 2, 3, 4, 5
 
 
 class View(Enum):
@@ -31,11 +31,11 @@ class Point(NamedTuple):
 
 
 TRACEPOINTS: Final = (
-    Point(RECEIVE, "netif_receive_skb", "received", BEGINS | AT_DATA),
+    Point(RECEIVE, "netif_receive_skb", "received", AT_DATA),
     Point(SOCKET, "tcp_probe", "at the socket", ENDS | EVERYWHERE),
     Point(TRANSMIT, "net_dev_start_xmit", "sent", ENDS),
 )
-LABELS: Final = {point.number: point.description for point in TRACEPOINTS} | {DROP: "dropped"}
+LABELS: Final = {point.number: point.description for point in TRACEPOINTS} | {DROP: "dropped", READ: "read and freed"}
 
 # Name in the text -> field of the running kernel whose byte offset it has.
 FIELDS: Final = {
@@ -78,8 +78,9 @@ def program(view: View, fields: Mapping[str, int], source: str, *, reasons: bool
         reasons: this kernel says why it drops a packet (Linux 5.17).
     """
     numbers = {
-        view.value: 1, "POINT_BEGINS": BEGINS, "POINT_ENDS": ENDS, "POINT_AT_DATA": AT_DATA,
-        "POINT_ANYWHERE": EVERYWHERE, "POINT_RECEIVE": RECEIVE, "POINT_SOCKET": SOCKET, "POINT_DROP": DROP, **fields,
+        view.value: 1, "POINT_ENDS": ENDS, "POINT_AT_DATA": AT_DATA, "POINT_ANYWHERE": EVERYWHERE,
+        "POINT_RECEIVE": RECEIVE, "POINT_SOCKET": SOCKET, "POINT_TRANSMIT": TRANSMIT, "POINT_DROP": DROP,
+        "POINT_READ": READ, **fields,
     }  # fmt: skip
     lines = [f"#define {name} {number}" for name, number in numbers.items()]
     functions = (

@@ -63,7 +63,7 @@ class Stage:
             "-o",
             "json",
             "--seconds",
-            str(60 * PATIENCE),
+            str(60 * DEADLINES),
         ]
         if self.agent.running():
             argv += ["--admin-socket", str(self.agent.socket)]

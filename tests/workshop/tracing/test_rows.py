@@ -116,6 +116,14 @@ def test_a_flow_begins_with_what_its_client_sent() -> None:
     assert rows.one_flow([]) == []
 
 
+def test_an_answer_to_the_client_is_of_its_flow_if_nothing_shows_its_backend_before() -> None:
+    asked = [event(10, 1, RECEIVE, HOME, ("c:1", "vip:53"), protocol=17)]
+    answered, other = (
+        [event(20, 2, RECEIVE, HOME, ("pod:53", client), way=1, protocol=17)] for client in ("c:1", "c:2")
+    )
+    assert rows.one_flow([asked, answered, other]) == [asked, answered]
+
+
 def test_a_drop_has_its_reason_and_function() -> None:
     way = [
         event(1000, 1, RECEIVE, HOME, SERVICE),

@@ -350,3 +350,28 @@ def test_one_of_many_refused_connections_is_followed_alone(stage: Stage) -> None
     clients = {row["source" if row["direction"] == "request" else "destination"] for row in points}
     assert clients == {points[0]["source"]}
     assert len({row["us"] for row in points if (row["where"], row["flags"]) == ("node", "SYN")}) <= 2, report
+
+
+def test_one_of_many_clients_datagrams_is_followed_alone(stage: Stage) -> None:
+    """From its first one on; a relay sends with the memory of what it has received."""
+    stop = threading.Event()
+    others = threading.Thread(target=stage.load, args=("udp", "10.96.0.53:53"), kwargs={"rate": 600, "stop": stop})
+    others.start()
+    try:
+        with stage.traced("--from", stage.lab["pod4"].address4, "--to", "10.96.0.53:53/udp") as report:
+            time.sleep(1)
+    finally:
+        stop.set()
+        others.join()
+    points = report["points"]
+    assert [points[0][name] for name in ("direction", "point", "where")] == [
+        "request",
+        "sent",
+        f"pod {stage.lab['pod4'].address4}",
+    ]
+    assert {row["direction"] for row in points} == {"request", "reply"}
+    assert {row["source" if row["direction"] == "request" else "destination"] for row in points} == {
+        points[0]["source"]
+    }
+    assert {row["packet"] for row in points} == {1, 2}
+    assert any(row["point"] == "received" for row in points)
