@@ -303,10 +303,7 @@ def forwarding_off(names: Sequence[str]) -> tuple[str, str]:
 
 
 def nat_trouble(one: Taken, modes: Collection[str]) -> Trouble:
-    """Judge NAT of another program for an address of a Service: whether it was before ours, its counter tells.
-
-    So does its place: `modes` serve.
-    """
+    """Judge NAT of another program for an address of a Service: counter and place tell if it comes before `modes`."""
     rule, count, early = one.rule, one.rule.packets, bool(modes) and "ebpf" not in modes and one.rule.early
     vain = not count and ((modes and "ipvs" not in modes and rule.late) or (count == 0 and {*modes} == {"ebpf"}))
     reason, said = f"NAT takes {one.address} ({one.service})", so_far(rule)

@@ -21,7 +21,6 @@ from hybrid_proxy.dataplane.table import (
     Frontend,
     Kind,
     Masquerade,
-    NodeNetwork,
     Protocol,
     ServiceTable,
     WhenEmpty,
@@ -280,9 +279,19 @@ class Explainer:
         acts_as: SourceClass = "external" if given == "pod" and not told_apart else given
         backend_set = entry.backend_sets[frontend.external if acts_as == "external" else frontend.internal]
         says.append(f"The source {src} is {_A_CLASS[given]} ({how}).")
-        if not told_apart and given != "node" and _detection_matters(frontend):
-            says.append(f"Pods are not distinguished from outsiders: {_missing(self._node, entry.family)}.")
-        if frontend.internal != frontend.external and acts_as != "external":
+        inside, same = frontend.kind is Kind.CLUSTER_IP, frontend.internal == frontend.external
+        if (
+            not told_apart
+            and given != "node"
+            and (frontend.masquerade is not Masquerade.ALWAYS if inside else not same)
+        ):
+            lacks = (
+                f"has no IPv{entry.family} CIDR"
+                if self._node.pods.prefixes
+                else "is off, or lacks its CIDR or interface"
+            )
+            says.append(f"Pods are not distinguished from outsiders: detection {lacks}.")
+        if not same and acts_as != "external":
             says.append("externalTrafficPolicy Local does not bind pods and this node.")
         if not backend_set.backends:
             return _empty(packet.name, entry, backend_set, says)
@@ -349,19 +358,6 @@ def _choice(entry: Entry, backend_set: BackendSet) -> list[str]:
     if entry.slow_start:
         reasons.append(f"A backend that is new has its whole share after {entry.slow_start:g} s.")
     return reasons
-
-
-def _detection_matters(frontend: Frontend) -> bool:
-    if frontend.kind is Kind.CLUSTER_IP:
-        return frontend.masquerade is not Masquerade.ALWAYS
-    return frontend.internal != frontend.external
-
-
-def _missing(node: NodeNetwork, family: int) -> str:
-    """Describes what detection lacks, in one clause."""
-    if not node.pods.prefixes:
-        return "detection is off, or lacks its CIDR or interface"
-    return f"detection has no IPv{family} CIDR"
 
 
 def _masquerade_text(frontend: Frontend, masquerade: bool, acts_as: SourceClass) -> str:

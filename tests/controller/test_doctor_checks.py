@@ -832,6 +832,16 @@ def test_a_pod_that_no_pod_reaches_is_not_told_of_before_the_client_that_was_nam
     assert "10.0.0.2 does not reach" not in " ".join(each.text for each in verdict.findings)
 
 
+def test_a_change_is_told_in_eighty_characters() -> None:
+    row = ChangeRow(first=900.0, last=990.0, kind="NAT", service="shop/web", what="gone: " + "x" * 400)
+    (told,) = (
+        each
+        for each in service(facts(*GOOD), msgspec.structs.replace(WELL, changes=(row,)))[2]
+        if each.subject == "history"
+    )
+    assert len(told.text) == len("10s ago: ") + 80
+
+
 def test_the_changes_of_a_service_that_is_gone_are_told() -> None:
     row = ChangeRow(first=900.0, last=990.0, kind="service", service="shop/web", what=NOT_SERVED, by="Service")
     node = msgspec.structs.replace(WELL, changes=(row, msgspec.structs.replace(row, service="shop/other")))
@@ -1115,7 +1125,7 @@ def test_all_that_a_policy_drops_is_named_and_not_said_to_be_well() -> None:
 @pytest.mark.parametrize(
     ("source", "others", "resent", "mode", "said"),
     [
-        ("10.0.0.1", "silent", 0, "nftables", ", but 10.0.0.1 by way of its own pod alone"),
+        ("10.0.0.1", "silent", 0, "nftables", ", but 10.0.0.1 was answered by itself alone"),
         ("10.0.0.1", "silent", 0, "userspace", ""),
         ("10.0.0.1", "answered", 0, "nftables", ""),
         ("10.0.0.9", "silent", 0, "nftables", ""),

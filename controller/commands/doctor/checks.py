@@ -412,7 +412,7 @@ def _history(facts: ServiceFacts, node: NodeFacts) -> Iterator[Finding]:
     flapping = list(_flapping(own, node.now))
     yield from flapping
     if own and not flapping:
-        newest = [f"{ago(node.now - row.last)}: {shortened(row.text)}" for row in own[: -1 - NEWEST : -1]]
+        newest = [f"{ago(node.now - row.last)}: {shortened(row.text, 80)}" for row in own[: -1 - NEWEST : -1]]
         newest += [f"{len(own) - NEWEST} more: `hybrid-proxy changes {min(names)}`"] * (len(own) > NEWEST)
         yield Finding("ok", "history", "; ".join(newest))
 
@@ -494,10 +494,7 @@ def _object(facts: ServiceFacts, node: NodeFacts) -> list[Finding]:
 
 
 def _refused(text: str, todo: str, facts: ServiceFacts, *, whole: bool = False) -> Finding:
-    """What is wrong with the object, and whose outage it is that a ClusterIP is not served, although others are.
-
-    `whole`: the last good version serves.
-    """
+    """What is wrong with the object, and unless the `whole` is served, whose outage a ClusterIP is that is not."""
     lost = None if whole else _LOST_CLUSTER_IP.search(text)
     missing = {4, 6} - {port.family for port in facts.ports} if lost and facts.ports else set()
     if lost and lost[1] and facts.ports:
@@ -585,7 +582,7 @@ def _sets(port: TablePort, facts: ServiceFacts) -> Iterator[Finding]:
             text, todo = _policy(why, facts, [port.family], f"packets to {port.name}")
             yield Finding("problem", "table", text, todo, "no-local-endpoint")
         else:
-            yield Finding("problem", "table", text, _selected(facts), "no-endpoint")  # who asks cannot use it
+            yield Finding("problem", "table", text, _selected(facts, why), "no-endpoint")  # who asks cannot use it
         return
     ends = _ends(port)
     why = cluster[0].why if cluster else ""
@@ -607,9 +604,11 @@ def _policy(why: str, facts: ServiceFacts, families: Container[int], what: str) 
     return f"{policy} drops {what} at this node: {rest}{':' * bool(away)} {some(away)}".rstrip(), todo
 
 
-def _selected(facts: ServiceFacts) -> str:
-    """How to see the pods of a Service."""
+def _selected(facts: ServiceFacts, why: str = "") -> str:
+    """How to see the pods of a Service, or the names that their ports have."""
     namespace, _, name = (facts.name or "").partition(":")[0].partition("/")
+    if why.startswith(NO_PORT):
+        return f"`kubectl -n {namespace} get endpointslices -l kubernetes.io/service-name={name} -o yaml`"
     if facts.table.selector:
         pods = f"`kubectl -n {namespace} get pods -l {quote(facts.table.selector)}` shows the pods that it selects"
         return f"{pods}: are they ready, and do they name its ports?"
@@ -853,7 +852,7 @@ def _connections(facts: ServiceFacts, node: NodeFacts) -> Iterator[Finding]:
         direct_of = [each for each in made if each.via == "backend"]
         cut = {each.source for each in direct_of} - {each.source for each in direct_of if is_good(each)}
         alone = cut & {_host(each) for each in direct_of} if not _relays(node) else set[str]()
-        how |= {each.source: "by way of its own pod alone" for each in through if each.source in alone}
+        how |= {each.source: "was answered by itself alone" for each in through if each.source in alone}
         but = "".join(f", but {source} {way}" for source, way in how.items())
         todo = f"`hybrid-proxy trace {_packets(through[-1])}` follows a connection of this client"
         yield Finding("warning" if how else "ok", "service address", words + but, todo, "service-path" if how else "")

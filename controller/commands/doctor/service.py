@@ -252,7 +252,7 @@ def _live(
         probe = ProbePacket(packet.src, packet.dst, packet.port, Protocol[packet.protocol.upper()], packet.source_class)
         with contextlib.suppress(ControllerError):
             answer = ask(args.admin_socket, RunExplain([probe]), ExplainAnswers).answers[0]
-            return msgspec.structs.replace(answer, name=packet.src)
+            return msgspec.structs.replace(answer, name=f"{packet.src} to {socket_text(packet.dst, packet.port)}")
     return None
 
 

@@ -110,7 +110,7 @@ def astray(
                 elif back:
                     found[address] = back
             elif bare and ends.get(address):
-                has = f"no interface of the pod behind {bare[0].interface} has it ({some(bare[0].addresses) or 'none'})"
+                has = f"the pod behind {bare[0].interface} has {some(bare[0].addresses) or 'no address'} instead"
                 why = f"the API has it for an endpoint on this node, and {has}: is it lost?"  # gVisor keeps it inside
                 found[address] = why, "if so, delete the pod, so that another one is made; see the CNI plugin's log"
             elif way and length >= present and not (hop and not hop.gateway):
@@ -178,7 +178,7 @@ def _way_back(
         own = next((each for each in pod.addresses if family_of(each) == family_of(client)), "")
         if (hop := links.next_hop(client, own)) is None:
             look = f"`{enter} ip route` lists its routes, `ip rule` its rules: compare those of another pod"
-            return f"its pod has no default route, nor one to {client}, or one that refuses", look
+            return f"no route in its pod leads to {client}", look
         via, name = hop.gateway or client, links.interface_name(hop.index)
         mac, state = near.get((hop.index, via), (b"", 0))
         asked = hop.index == pod.peer and (not known or via in known) and (mac or state in UNANSWERED)

@@ -282,6 +282,8 @@ def _conclusion(verdict: str, notes: _Notes, code: int, source: str, place: str)
     target = notes.address(notes.backend) if notes.backend else "its backend"
     if place == "node":
         return f"The socket is connected to {target}; no packet is translated."
+    if source != notes.question.src and target.rpartition(":")[0].strip("[]") == notes.question.src:
+        source += " (client and backend are the same pod: hairpin)"
     way = "routed by the stack" if code == PASS else "sent on by the program"
     if code == PASS and notes.has_hop:  # once in a while, for the kernel to keep the entry (route.h)
         way += ", which looks for its neighbour; the packets after this one bypass the stack"
