@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
+from itertools import accumulate
 from typing import Final
 
 from hybrid_proxy.controller.agent.active_mode import ActiveMode
@@ -16,7 +17,7 @@ from hybrid_proxy.controller.kubernetes.events import Recorder
 from hybrid_proxy.controller.serving.health import Health
 from hybrid_proxy.dataplane.errors import DataplaneError
 from hybrid_proxy.dataplane.mode import Programmer
-from hybrid_proxy.dataplane.reports import several
+from hybrid_proxy.dataplane.reports import several, some
 
 log = logging.getLogger(__name__)
 
@@ -68,5 +69,6 @@ class Maintenance:
         repairs, last = programmer.repaired.take()
         if repairs:
             note = f"{several(repairs, 'thing was', 'things were')} repaired in mode {self._mode.choice.effective}"
-            note, by = "; ".join((note, *last)), programmer.repaired.by or "unknown program"
+            fit = sum(length <= 100 for length in accumulate(map(len, last)))  # at least one
+            note, by = some([note, *last], "; ", 1 + max(1, fit)), programmer.repaired.by or "unknown program"
             self._events.event("Warning", "Repaired", "RepairDataplane", note, by=by)

@@ -31,10 +31,11 @@ def run(args: argparse.Namespace) -> int:
     rows = [row for row in folded(known) if _is_meant(row, asked) and row.last >= since][-args.limit :]
     if not rows and any(asked):
         checked_service(args)  # a wrong name has no changes either
+    shown = columns(now, wide=wide, one=bool(asked.service))
     if args.watch:
-        print_stream(args, columns(now, wide=wide), _followed(path, rows, known, asked), rows or [LIKELY])
+        print_stream(args, shown, _followed(path, rows, known, asked), rows or [LIKELY])
     elif rows or args.output in ("json", "yaml"):
-        print_rows(args, columns(now, wide=wide), rows)
+        print_rows(args, shown, rows)
     else:
         began = min((row.first for row in known), default=None)
         when = f"; changes are known since {clock(began, now)}" if began else ": no agent has written any down"
@@ -63,12 +64,12 @@ def _followed(path: Path, rows: list[ChangeRow], known: list[ChangeRow], asked: 
         yield from (row for row in known if (row.key, row.first, row.last) not in before and _is_meant(row, asked))
 
 
-def columns(now: float, *, wide: bool = False) -> tuple[Column[ChangeRow], ...]:
+def columns(now: float, *, wide: bool = False, one: bool = False) -> tuple[Column[ChangeRow], ...]:
     """Return the columns of a table of changes; where it is `wide`, or no terminal, what happened is whole."""
     return (
         Column("WHEN", lambda row: clock(row.last, now)),
         Column("AGE", lambda row: age(now - row.last), leave=3),
-        Column("SERVICE", lambda row: row.service or None),
+        Column("SERVICE", lambda row: row.service or None, leave=4 * one),
         Column("KIND", lambda row: row.kind, leave=2),
         Column("CHANGES", lambda row: row.often, leave=1, right=True),
         Column("WHAT", lambda row: _what(row, wide=wide), wrap=True, least=30),

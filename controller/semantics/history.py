@@ -20,6 +20,7 @@ NAMED: Final = 8  # endpoints in a row
 OTHERS: Final = "many Services at once"
 ADDRESSES: Final = "its addresses and routes"  # of this node
 NOT_SERVED: Final = "not served now"
+DELETED: Final = "deleted"
 NOT_READY: Final = "not ready"
 LEFT_OUT: Final = "serving, but no new connections from here"  # by a policy, or because they end
 CUT: Final = " is down, and what led by it is gone"  # after the name of an interface
@@ -60,7 +61,8 @@ class ChangeRow(msgspec.Struct, kw_only=True, frozen=True):
     @property
     def key(self) -> tuple[str | bool, ...]:
         """The part that is the same in rows that are folded into one."""
-        return self.kind, self.service, self.what, self.by, bool(self.ready)
+        what = self.what.partition(" gets " if self.kind == "ejection" else "\0")[0]  # of ejections the backend alone
+        return self.kind, self.service, what, self.by, bool(self.ready)
 
     @property
     def often(self) -> str:
@@ -90,7 +92,7 @@ def joined(before: ChangeRow, after: ChangeRow) -> ChangeRow:
     ready = _most(before.ready, after.ready)
     return replace(
         before, first=min(before.first, after.first), last=max(before.last, after.last),
-        count=before.count + after.count, ready=ready, gone=_most(before.gone, after.gone),
+        what=after.what, count=before.count + after.count, ready=ready, gone=_most(before.gone, after.gone),
         flapping=before.flapping or after.flapping or max(ready.values(), default=0) >= FLAPS,
     )  # fmt: skip
 
@@ -105,18 +107,19 @@ def folded(rows: Iterable[ChangeRow]) -> list[ChangeRow]:
     Endpoints of a Service are added and removed in turns. Anything else about it, or about the node, that happens in
     between keeps rows apart: a link that is down, up and down again.
     """
-    found: list[ChangeRow] = []
-    open_rows: dict[tuple[str | bool, ...], ChangeRow] = {}
+    found: list[ChangeRow] = []  # rows of one moment stay in the order in which they came
+    newest: dict[tuple[str | bool, ...], int] = {}  # the places of those that others may be joined to
     for row in sorted(rows, key=lambda each: each.first):
-        about = row.key if row.kind == "endpoints" else row.key[:2]
-        last = open_rows.pop(about, None)  # rows of one moment stay in the order in which they came
-        near = last and row.first - last.last < FOLD_SECONDS and row.first - last.first < LONGEST_ROW
+        about = row.key if row.kind in ("endpoints", "ejection") else row.key[:2]
+        gap = LONGEST_ROW if row.kind == "ejection" else FOLD_SECONDS
+        last = found[newest[about]] if about in newest else None
+        near = last and row.first - last.last < gap and row.first - last.first < LONGEST_ROW
         if last is not None and last.key == row.key and near:
-            row = joined(last, row)  # noqa: PLW2901
-        elif last is not None:
-            found.append(last)
-        open_rows[about] = row
-    return sorted([*found, *open_rows.values()], key=lambda each: each.last)
+            found[newest[about]] = joined(last, row)
+        else:
+            newest[about] = len(found)
+            found.append(row)
+    return sorted(found, key=lambda each: each.last)
 
 
 def change_of(
@@ -154,10 +157,14 @@ def change_of(
         rows += [row("", "EndpointSlice", ready=now - was)] * bool(now - was)
     elif before and after and before != after:
         moved = _moved(before, after) or differences(_conditions(before), _conditions(after))
+        was, now = ({each for one in those for each, _ in one.present or ()} for those in (before, after))
+        if was - now:  # they did not serve
+            return [*rows, row("", "EndpointSlice", gone=was - now)]
         if said:  # the Service changed, too, and with it which of its ports there are
             moved = [each for each in moved if "→" in each]
         rows += [row(what, "EndpointSlice") for what in moved or ["conditions of its endpoints changed"] * (not said)]
-    return [*rows, row(NOT_SERVED, "Service")] if before and not after else rows
+    end = DELETED if objects[0] and not objects[1] else NOT_SERVED
+    return [*rows, row(end, "Service")] if before and not after else rows
 
 
 def last_known(name: str, rows: Sequence[ChangeRow], now: float) -> str:
@@ -166,9 +173,8 @@ def last_known(name: str, rows: Sequence[ChangeRow], now: float) -> str:
     if not known:
         return ""
     last = next((row for row in known if row.by in ("Service", "EndpointSlice")), known[0])  # our own words come late
-    deleted = (last.what, last.by) == (NOT_SERVED, "Service")
     since = ago(now - last.last)
-    return f"; it was deleted {since}" if deleted else f"; its last change was {since}: {last.text}"
+    return f"; it was deleted {since}" if last.what == DELETED else f"; its last change was {since}: {last.text}"
 
 
 def change_of_node(before: NodeNetwork, after: NodeNetwork) -> list[str]:

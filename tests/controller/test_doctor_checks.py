@@ -28,7 +28,7 @@ from hybrid_proxy.controller.commands.status import verdict as judged
 from hybrid_proxy.controller.commands.troubles import troubles
 from hybrid_proxy.controller.kubernetes.model import KindState, Problem
 from hybrid_proxy.controller.semantics.explain import Packet, Verdict
-from hybrid_proxy.controller.semantics.history import NOT_SERVED, ChangeRow
+from hybrid_proxy.controller.semantics.history import DELETED, ChangeRow
 from hybrid_proxy.controller.semantics.lacks import Lack, with_policy
 from hybrid_proxy.controller.serving.protocol import DrainingMode, SourceStatus, TableAnswer, TablePort
 from hybrid_proxy.dataplane.firewall_rules import Rule, Taken
@@ -843,13 +843,13 @@ def test_a_change_is_told_in_eighty_characters() -> None:
 
 
 def test_the_changes_of_a_service_that_is_gone_are_told() -> None:
-    row = ChangeRow(first=900.0, last=990.0, kind="service", service="shop/web", what=NOT_SERVED, by="Service")
+    row = ChangeRow(first=900.0, last=990.0, kind="service", service="shop/web", what=DELETED, by="Service")
     node = msgspec.structs.replace(WELL, changes=(row, msgspec.structs.replace(row, service="shop/other")))
     cause, _, findings = service(facts(asked="shop/web", ports=(), services=("shop/other",)), node)
     assert cause == "no-such-service"
     assert findings[0].text == 'no service "shop/web"; it was deleted 10s ago'
     (told,) = (each.text for each in findings if each.subject == "history")
-    assert told == "10s ago: not served now"
+    assert told == "10s ago: deleted"
 
 
 @pytest.mark.parametrize(("count", "more"), [(3, ""), (5, "; 2 more: `hybrid-proxy changes shop/web`")])

@@ -24,6 +24,7 @@ from hybrid_proxy.controller.kubernetes.model import Problem, Service, ServicePo
 from hybrid_proxy.controller.semantics.cluster import Cluster
 from hybrid_proxy.controller.semantics.history import (
     ADDRESSES,
+    DELETED,
     FLAPS,
     LEFT_OUT,
     NAMED,
@@ -189,8 +190,10 @@ def test_what_came_back_after_something_else_is_a_row_of_its_own() -> None:
 def test_an_unknown_name_is_answered_with_the_last_change_of_its_service(tmp_path: Path) -> None:
     path = str(tmp_path / "admin.sock")
     history = History(changes_path(path))
-    for service, by in (("shop/web", "Service"), ("shop/other", "Service"), ("shop/own", ADDRESSES)):
-        history.record("service", NOT_SERVED, by, service)
+    for service, what, by in (
+        ("shop/web", DELETED, "Service"), ("shop/other", DELETED, "Service"), ("shop/own", NOT_SERVED, ADDRESSES),
+    ):  # fmt: skip
+        history.record("service", what, by, service)
     history.flush()
     for name in ("shop/web", "shop/web:http"):
         told = str(why_unknown(path, UnknownName("service", name, [])))
@@ -401,6 +404,41 @@ def table(
     return ServiceTable(services, NodeNetwork(**node), generation, generation - 1, changed)  # type: ignore[arg-type]
 
 
+def test_endpoints_that_did_not_serve_and_left_are_removed_and_a_deleted_service_is_called_so() -> None:
+    idle = (replace(entries()[0], present=((A, 8080), (B, 8080))),)
+    (row,) = change_of(NAME, idle, (replace(idle[0], present=()),), NOW, "")
+    assert row.text == f"removed: {A}, {B}"
+    old = Service("shop", "web", "ClusterIP", ("10.96.0.1",))
+    for new, what in ((None, "deleted"), (old, "not served now")):
+        assert [each.text for each in change_of(NAME, entries(), (), NOW, "", (old, new))] == [what]
+
+
+def test_rows_of_one_moment_stay_in_their_order() -> None:
+    came = change_of(NAME, (), entries(A), NOW, "")
+    later = change_of(NAME, entries(A), entries(A, B), NOW + 500, "")
+    assert [row.text for row in folded([*came, *later])] == ["came", f"ready: {A}", f"ready: {B}"]
+
+
+def test_a_backend_that_is_ejected_again_and_again_is_one_row() -> None:
+    end, rows = f"{NAME}:http: backend {A}:80 gets", list[ChangeRow]()
+    for at, what in ((0, "no new connections from this node for 10 s"), (10, "new connections from this node again"),
+                     (11, "no new connections from this node for 160 s"), (171, "new connections from this node again"),
+                     (172, "no new connections from this node for 300 s")):  # fmt: skip
+        rows.append(ChangeRow(first=NOW + at, last=NOW + at, kind="ejection", service=NAME, what=f"{end} {what}"))
+        rows.append(replace(rows[-1], what=rows[-1].what.replace(A, B)))
+    one, other = folded(rows)
+    assert (one.count, one.what) == (5, f"{end} no new connections from this node for 300 s")
+    assert (other.count, B in other.what) == (5, True)
+    assert folded([one, other]) == [one, other]
+
+
+def test_of_one_service_its_column_goes_first() -> None:
+    rows = [ChangeRow(first=NOW, last=NOW, kind="service", service=NAME, what="x" * 60, by="Service")]
+    for one, gone in ((True, "SERVICE"), (False, "AGE")):
+        heads = (table_of(columns(NOW, one=one), rows, Screen(width))[0].split() for width in range(160, 60, -1))
+        assert next(filter(None, ({"SERVICE", "AGE", "KIND", "CHANGES"} - {*head} for head in heads))) == {gone}
+
+
 def test_an_agent_remembers_what_its_tables_and_others_say(tmp_path: Path) -> None:
     path = tmp_path / "run" / "admin.changes"
     first = Shards[tuple[Entry, ...]]().replaced({NAME: entries(A)})
@@ -554,7 +592,7 @@ def test_a_mode_that_drains_has_a_row_when_it_is_over_alone(tmp_path: Path) -> N
 
 
 def test_a_deletion_is_what_became_of_a_service_whatever_is_said_of_it_later() -> None:
-    gone = ChangeRow(first=100, last=100, kind="service", what=NOT_SERVED, by="Service", service="shop/a")
+    gone = ChangeRow(first=100, last=100, kind="service", what=DELETED, by="Service", service="shop/a")
     full = ChangeRow(first=101, last=101, kind="service", what="the map is full", by="hybrid-proxy", service="shop/a")
     assert "it was deleted" in last_known("shop/a", [gone, full], 110.0)
     assert "the map is full" in last_known("shop/a", [full], 110.0)

@@ -25,6 +25,21 @@ class Mode:
         self.maintained.append(self.now)
 
 
+def test_a_report_of_repairs_names_about_a_hundred_characters_of_things() -> None:
+    mode, told = Mode(), list[str]()
+    events: Any = SimpleNamespace(event=lambda *words, by: told.append(words[-1]))
+    mode.choice = SimpleNamespace(effective="ebpf")  # type: ignore[attr-defined]
+    made = Maintenance(mode, SimpleNamespace(drift=()), events, clock=lambda: mode.now)  # type: ignore[arg-type]
+    for damage in (["x" * 40] * 5, ["y" * 150]):
+        mode.repaired.add(damage, len(damage))
+        made.request()
+        made.run()
+    assert told == [
+        f"5 things were repaired in mode ebpf; {'; '.join(['x' * 40] * 2)} and 3 more",
+        f"1 thing was repaired in mode ebpf; {'y' * 150}",
+    ]
+
+
 def kept(mode: Mode) -> Maintenance:
     parts: Any = SimpleNamespace(drift=()), None
     return Maintenance(mode, *parts, clock=lambda: mode.now)  # type: ignore[arg-type]
