@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from ipaddress import ip_address
-from itertools import chain, islice
+from itertools import islice
 from typing import Final
 
 from msgspec.structs import replace
@@ -136,17 +136,17 @@ def _follow(args: argparse.Namespace, since: float | None) -> None:
     shown = rows[-LAST:] if since is None else _within(rows, since)
     began = f", since {clock(shown[0].time, time.time())}" if shown else ""
     remark(f"the last {len(shown)} of {several(len(rows), 'event')}{began}, then those that come:")
-    _stream(args, chain(shown, _coming(args, after)), shown)
+    _stream(args, _coming(args, shown, after), shown)
 
 
-def _coming(args: argparse.Namespace, after: int) -> Iterator[PacketEvent]:
-    """For people, what differs by its client's port alone is one row in a second."""
+def _coming(args: argparse.Namespace, rows: list[PacketEvent], after: int) -> Iterator[PacketEvent]:
+    """For people, what differs by its client's port alone is one row among `rows`, and in each second after them."""
     while True:
-        time.sleep(2 * POLL_SECONDS)
-        rows, after = _events(args, after)
         groups = grouped(rows) if args.output in ("text", "wide") else [Group(row, 1, row.time) for row in rows]
         for last, times, _ in groups:
             yield replace(last, protocol=f"{times} x {last.protocol}") if times > 1 else last
+        time.sleep(2 * POLL_SECONDS)
+        rows, after = _events(args, after)
 
 
 def _traced(args: argparse.Namespace) -> Iterator[PacketEvent]:
