@@ -210,7 +210,7 @@ class AgentStatus(msgspec.Struct, kw_only=True, frozen=True):
         conflicts: By service, the frontends that it lost, and who has each.
         refused_external_ips: By service, which of its external IPs are not served, and why.
         configuration: The configuration in effect.
-        former_modes: Those that may have objects here besides the one that serves: they drain, go or come.
+        former_modes: Modes that drain, go or come.
         other_proxies: Warnings about other proxies on this node.
         foreign_nat: NAT of other programs for addresses of Services.
         health_checks: The health-check node ports of load balancers, and the agent's own pages.
