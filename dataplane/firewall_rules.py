@@ -23,7 +23,7 @@ _JUMP: Final = re.compile(r"\b(?:jump|goto) (\S+)")
 _SAVED: Final = re.compile(r"(?:\[(\d+):\d+\] )?-A (\S+)(.*)")
 _POLICY: Final = re.compile(r":(\S+) (\w+)(?: \[(\d+):\d+\])?")
 _HANDLE: Final = re.compile(r" # handle (\d+)$")  # of what `nft -a` lists
-_DSTNAT: Final = -100  # priority at which modes translate
+DSTNAT: Final = -100  # priority at which modes translate
 _SET: Final = re.compile(r"(?:\{ |@\S+\()(.*?)(?: \}|\))")
 _SAID: Final = re.compile(r'-m \S+( --comment ("([^"\\]|\\.)*"|\S+))?')  # a match of iptables, and what says nothing
 FIELDS: Final = ("saddr", "sport", "daddr", "dport", "l4proto")  # of packets, as rules name them
@@ -45,7 +45,7 @@ class Rule(msgspec.Struct, frozen=True):
     away: bool = False  # it redirects packets
     pod: tuple[str, ...] = ()  # addresses of the pod whose rule it is; none: the node's
     handle: str = ""  # nft's number for it
-    priority: int | None = None  # of the first base chain that leads to it; None: iptables-legacy's
+    priority: int = DSTNAT  # of the first base chain that leads to it
 
     @property
     def delete(self) -> str:
@@ -56,13 +56,7 @@ class Rule(msgspec.Struct, frozen=True):
     @property
     def late(self) -> bool:
         """It meets packets after a mode that translates in netfilter."""
-        own = {"prerouting", "output"}.issuperset(self.hooks)
-        return own and self.priority is not None and self.priority > _DSTNAT
-
-    @property
-    def early(self) -> bool:
-        """It meets packets before such a mode."""
-        return self.priority is not None and self.priority < _DSTNAT
+        return self.priority > DSTNAT and {"prerouting", "output"}.issuperset(self.hooks)
 
     def __str__(self) -> str:
         return f"`{self.text}` in chain {self.chain} of table {self.table}"
@@ -87,7 +81,7 @@ class _Chain(msgspec.Struct):
     table: str
     name: str
     hook: str = ""
-    priority: int | None = None
+    priority: int = DSTNAT
     ends: list[Rule] = msgspec.field(default_factory=list)
     leads_to: set[str] = msgspec.field(default_factory=set)
     policy: str = ""  # if it drops
@@ -194,7 +188,7 @@ def _rules(chains: Iterable[_Chain]) -> Iterator[Rule]:
         if by := bases.get((chain.table, chain.name)):
             policy = [Rule(chain.table, chain.name, (), chain.policy, chain.left)] * bool(chain.policy)
             at = tuple(sorted({base.hook for base in by}))
-            first = min((base.priority for base in by if base.priority is not None), default=None)
+            first = min(base.priority for base in by)
             yield from (msgspec.structs.replace(rule, hooks=at, priority=first) for rule in (*policy, *chain.ends))
 
 

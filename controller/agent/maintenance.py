@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from itertools import accumulate
 from typing import Final
 
 from hybrid_proxy.controller.agent.active_mode import ActiveMode
@@ -69,6 +68,5 @@ class Maintenance:
         repairs, last = programmer.repaired.take()
         if repairs:
             note = f"{several(repairs, 'thing was', 'things were')} repaired in mode {self._mode.choice.effective}"
-            fit = sum(length <= 100 for length in accumulate(map(len, last)))  # at least one
-            note, by = some([note, *last], "; ", 1 + max(1, fit)), programmer.repaired.by or "unknown program"
+            note, by = some([note, *last], "; "), programmer.repaired.by or "unknown program"
             self._events.event("Warning", "Repaired", "RepairDataplane", note, by=by)

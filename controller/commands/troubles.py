@@ -15,7 +15,7 @@ from hybrid_proxy.controller.kubernetes.model import KindState
 from hybrid_proxy.controller.semantics.explain import left_text
 from hybrid_proxy.controller.semantics.history import CUT, GONE
 from hybrid_proxy.controller.serving.protocol import AgentStatus, SourceStatus
-from hybrid_proxy.dataplane.firewall_rules import Rule, Taken
+from hybrid_proxy.dataplane.firewall_rules import DSTNAT, Rule, Taken
 from hybrid_proxy.dataplane.reports import FORWARDING, Fill, Status, Unprogrammed, clock, several, some
 
 NEARLY_FULL: Final = 0.9
@@ -304,7 +304,8 @@ def forwarding_off(names: Sequence[str]) -> tuple[str, str]:
 
 def nat_trouble(one: Taken, modes: Collection[str]) -> Trouble:
     """Judge NAT of another program for an address of a Service: counter and place tell if it comes before `modes`."""
-    rule, count, early = one.rule, one.rule.packets, bool(modes) and "ebpf" not in modes and one.rule.early
+    rule, count = one.rule, one.rule.packets
+    early = bool(modes) and "ebpf" not in modes and rule.priority < DSTNAT
     vain = not count and ((modes and "ipvs" not in modes and rule.late) or (count == 0 and {*modes} == {"ebpf"}))
     reason, said = f"NAT takes {one.address} ({one.service})", so_far(rule)
     if early:

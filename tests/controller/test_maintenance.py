@@ -25,7 +25,7 @@ class Mode:
         self.maintained.append(self.now)
 
 
-def test_a_report_of_repairs_names_about_a_hundred_characters_of_things() -> None:
+def test_a_report_of_repairs_names_two_things() -> None:
     mode, told = Mode(), list[str]()
     events: Any = SimpleNamespace(event=lambda *words, by: told.append(words[-1]))
     mode.choice = SimpleNamespace(effective="ebpf")  # type: ignore[attr-defined]

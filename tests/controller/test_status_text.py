@@ -231,10 +231,10 @@ def test_flows_that_were_not_counted_yet_are_not_none() -> None:
     assert "its flows are not counted yet (`status` has them in two seconds)" in shown
 
 
-def nat(packets: int | None, priority: int | None = None) -> Taken:
+def nat(packets: int | None, priority: int = -100) -> Taken:
     """A rule of somebody that takes a ClusterIP."""
     text = "ip daddr 10.96.0.9 tcp dport 80 dnat to 192.0.2.9:80"
-    handle = "" if priority is None else "3"
+    handle = "" if priority == -100 else "3"
     rule = Rule("inet x", "c", ("prerouting",), text, packets, away=True, priority=priority, handle=handle)
     return Taken("a/b", "10.96.0.9", rule)
 

@@ -20,7 +20,7 @@ from hybrid_proxy.workshop.top.arguments import KEYS
 from hybrid_proxy.workshop.top.poller import NodeReader, Poller
 from hybrid_proxy.workshop.top.rates import BackendRates, MapRow, ReasonRow, Sample, ServiceRates, Snapshot, Window
 
-MESSAGES: Final = 3  # about what is wrong
+MESSAGES: Final = 3  # lines about what is wrong
 MOST: Final = 500  # rows of a table; each takes time to draw
 NEARLY_FULL: Final = 0.75
 RISING, FALLING = "▲", "▼"
@@ -250,7 +250,7 @@ class Top(App[None]):
         self._choose()
 
     def _show_head(self, shown: Snapshot, wanted: int) -> None:
-        lines = cells.head(shown, max(1, self.size.width - 2))
+        lines = cells.head(shown, width := max(1, self.size.width - 2))
         if self._wanted:
             lines.append(f"filter '{self._wanted}': {wanted:,} of {len(shown.services):,} service ports")
         elif len(shown.services) > MOST:
@@ -258,10 +258,11 @@ class Top(App[None]):
         if self._paused:
             lines.append("PAUSED: p goes on")
         self.query_one("#head", Static).update("\n".join(lines))
-        messages = cells.trouble(shown)
+        messages = cells.trouble(shown, width)
         trouble = self.query_one("#trouble", Static)
-        more = [f"{len(messages) - MESSAGES} more: `hybrid-proxy status`"] if len(messages) > MESSAGES else []
-        trouble.update("\n".join([*messages[:MESSAGES], *more]))
+        if (more := len(messages) - MESSAGES) > 0:
+            messages[MESSAGES - 1 :] = [f"+{more + 1} more: `hybrid-proxy status`"]
+        trouble.update("\n".join(messages))
         trouble.display = bool(messages)
 
     def _choose(self) -> None:

@@ -9,10 +9,10 @@ from typing import Any, Final, NamedTuple
 
 from hybrid_proxy.controller.commands.packet_columns import VERDICTS
 from hybrid_proxy.controller.commands.status import verdict
-from hybrid_proxy.controller.commands.troubles import Verdict, troubles
+from hybrid_proxy.controller.commands.troubles import SEE_FAILURES, Verdict, troubles
 from hybrid_proxy.controller.serving.protocol import described
 from hybrid_proxy.dataplane.modes.ebpf.maps.reasons import WORDS
-from hybrid_proxy.dataplane.reports import age
+from hybrid_proxy.dataplane.reports import age, shortened
 from hybrid_proxy.workshop.top.rates import KINDS, BackendRates, MapRow, ReasonRow, ServiceRates, Snapshot
 
 UNKNOWN: Final = "-"
@@ -190,7 +190,8 @@ def _about(shown: Snapshot) -> list[str]:
     drains = [f"{left.mode} drains for {age(left.seconds)}: {described(left.flows)}" for left in status.draining]
     agent = f"agent up {age(status.uptime_seconds)}, {size(status.memory_bytes)}"
     sync = verdict(status).value[0].replace("OK", "in sync")
-    return [f"node {status.node}", f"mode {mode.effective}{asked}", *drains, sync, agent]
+    watched = ["backends not watched"] * (mode.effective not in SEE_FAILURES)
+    return [f"node {status.node}", f"mode {mode.effective}{asked}", *drains, sync, *watched, agent]
 
 
 def _totals(shown: Snapshot) -> list[str]:
@@ -209,17 +210,15 @@ def _totals(shown: Snapshot) -> list[str]:
     return parts
 
 
-def trouble(shown: Snapshot) -> list[str]:
-    """Returns what makes the figures doubtful, the worst first."""
+def trouble(shown: Snapshot, width: int) -> list[str]:
+    """Returns what makes the figures doubtful, the worst first, in a line each."""
     status, sample = shown.sample.status, shown.sample
     if status is None:
         serves = "; what is programmed serves on, and changes are not followed" if sample.mode else ""
         return [f"{sample.trouble}{serves}"] if sample.trouble else []  # else it is asked just now
-    messages = [
-        "; ".join(each.said or [each.reason]) + (f" → {each.todo}" if each.todo else "")
-        for each in troubles(status)
-        if each.reason
-    ]
+    bad = [(each, f" → {each.todo}" * bool(each.todo)) for each in troubles(status) if each.reason]
+    whole = [("; ".join(each.said or [each.reason]) + todo, each.reason + todo) for each, todo in bad]
+    messages = [long if len(long) <= width else shortened(short, width) for long, short in whole]
     if sample.services and not shown.counts:
         messages.append(f"mode {sample.mode} does not count what each service carries; mode ebpf does")
     return messages

@@ -124,7 +124,7 @@ def test_the_head_shows_mode_and_totals() -> None:
     assert first == "node n1   mode ebpf (auto was asked for)   in sync   agent up 3m12s, 45.0MB"
     assert second.startswith("conn/s 5   packets/s 100   in 5.0kB/s   out 5.0kB/s   dropped/s 0   rejected/s 0   ")
     assert second.endswith("  flow entries 12/524,288")
-    assert cells.trouble(snapshot(before, before, now)) == []
+    assert cells.trouble(snapshot(before, before, now), 240) == []
 
 
 @pytest.mark.parametrize("width", [80, 100, 120])
@@ -160,12 +160,12 @@ def test_trouble_is_shown_and_without_an_agent_only_that() -> None:
     status = agent_status(mode=ModeStatus("ebpf", "nftables", "no BTF"), error="boom")
     plain = service("ns/a", 0, traffic=None)
     now = sample(0, plain, status=status, mode="nftables")
-    said = cells.trouble(snapshot(now, now, now))
+    said = cells.trouble(snapshot(now, now, now), 240)
     assert said[0].startswith("the last sync failed: boom → read the agent's log")
     assert said[1] == "mode nftables serves instead of ebpf: no BTF → `hybrid-proxy modes` says what lacks"
     assert "mode nftables does not count" in said[2]
     gone = sample(0, service("ns/a", 1), status=None, trouble="agent 7 is gone since 10:33:44 UTC, 2m5s ago: SIGTERM")
-    (message,) = cells.trouble(snapshot(gone, gone, gone))
+    (message,) = cells.trouble(snapshot(gone, gone, gone), 240)
     assert message.startswith("agent 7 is gone since 10:33:44 UTC, 2m5s ago: SIGTERM; what is programmed serves on")
     empty = sample(0, status=None, mode="", trouble="no agent listens at /x")
     assert cells.head(snapshot(empty, empty, empty), 240)[0] == "nothing is programmed here   NOT IN SYNC"
@@ -177,14 +177,24 @@ def test_until_the_agent_answers_it_shows_what_the_kernel_has() -> None:
     shown = snapshot(first, first, first)
     assert cells.head(shown, 240)[0] == "mode ebpf, as last programmed   asking the agent ..."
     assert cells.head(shown, 240)[1] == "measuring: rates come with the next sample"
-    assert cells.trouble(shown) == []
+    assert cells.trouble(shown, 240) == []
     assert [row.connections for row in shown.services] == [None]
+
+
+def test_a_trouble_is_a_line_and_a_mode_that_watches_no_backends_says_so() -> None:
+    mode = ModeStatus("nftables", "nftables", "")
+    now = sample(0, status=agent_status(error="no room " * 20, mode=mode, dataplane=dataplane(failing=["shop/a:http"])))
+    said = cells.trouble(snapshot(now, now, now), 78)
+    assert said[0].startswith("the last sync failed → read the agent's log")
+    assert said[1] == "all backends of shop/a:http fail → hybrid-proxy doctor shop/a"
+    assert max(map(len, said)) <= 78
+    assert "NOT IN SYNC   backends not watched   agent up" in cells.head(snapshot(now, now, now), 240)[0]
 
 
 def test_services_whose_backends_all_fail_are_named() -> None:
     now = sample(0, status=agent_status(dataplane=dataplane(failing=["a/a:x", "a/b:x", "a/c:x", "a/d:x"])))
     said = "all backends of a/a:x, a/b:x, a/c:x and 1 more fail → hybrid-proxy doctor a/a"
-    assert said in cells.trouble(snapshot(now, now, now))
+    assert said in cells.trouble(snapshot(now, now, now), 240)
 
 
 def test_reasons_have_the_words_of_drops_and_what_fails_comes_first() -> None:
