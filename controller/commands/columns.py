@@ -107,7 +107,7 @@ class Layout(Generic[Row_contra]):
             yield self._line([parts[number] if number < len(parts) else Cell("") for parts in cells])
         for column in self.below:
             for cell in filter(lambda cell: cell.text, _cells(column.value(row), self.screen)):
-                for text in _lines(cell.text, (self.screen.width or 0) - INDENT):
+                for text in folded(cell.text, (self.screen.width or 0) - INDENT):
                     yield " " * INDENT + painted(text, cell.tone, self.screen)
 
     def widened(self, row: Row_contra) -> Layout[Row_contra]:
@@ -215,8 +215,9 @@ def _taken(places: Sequence[_Place]) -> int:
 def _wrapped(cells: list[Cell], place: _Place) -> list[Cell]:
     if not place.column.wrap:
         return cells
-    return [Cell(part, cell.tone) for cell in cells for part in _lines(cell.text, place.width)]
+    return [Cell(part, cell.tone) for cell in cells for part in folded(cell.text, place.width)]
 
 
-def _lines(text: str, width: int) -> list[str]:
-    return wrap(text, max(1, width), break_long_words=False, break_on_hyphens=False) or [""]
+def folded(text: str, width: int | None) -> list[str]:
+    """The text in lines that end between words; without a width it is one."""
+    return wrap(text, max(1, width), break_long_words=False, break_on_hyphens=False) or [""] if width else [text]

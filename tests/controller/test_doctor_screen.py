@@ -54,6 +54,14 @@ def test_the_screen(width: int, wanted: str) -> None:
     assert [*lines(diagnose("shop/web", FINDINGS, seconds=0.41), Screen(width))] == wanted.splitlines()
 
 
+def test_the_headline_breaks_between_words() -> None:
+    text = f"{'connections ' * 6}to 10.77.1.12:9999 fail"
+    found = diagnose("node", [Finding("problem", "backends", text, cause="backend-refuses")])
+    first, second, *_ = lines(found, Screen(80))
+    assert (first, second) == (f"✗ {'connections ' * 6}to", "10.77.1.12:9999 fail")
+    assert next(iter(lines(found, Screen()))) == f"✗ {text}"
+
+
 def test_colours_are_for_terminals_alone() -> None:
     shown = "".join(lines(diagnose("shop/web", FINDINGS), Screen(80, colours=True)))
     assert "\x1b[" in shown

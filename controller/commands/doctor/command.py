@@ -12,7 +12,7 @@ from typing import Final
 
 import msgspec
 
-from hybrid_proxy.controller.commands.columns import Cell, Column, Screen, Tone, Value, layout, painted
+from hybrid_proxy.controller.commands.columns import Cell, Column, Screen, Tone, Value, folded, layout, painted
 from hybrid_proxy.controller.commands.command import Command, add_admin, add_folders, add_output
 from hybrid_proxy.controller.commands.doctor.checks import diagnose, in_short, node_findings, service_findings
 from hybrid_proxy.controller.commands.doctor.facts import CAUSES, Diagnosis, Finding
@@ -123,7 +123,8 @@ def lines(found: Diagnosis, screen: Screen) -> Iterator[str]:
     """Return the lines for people: the verdict, a row for each finding, the time it took."""
     mark = "problem" if not found.well else "warning" if found.cause not in ("", "restricted") else "ok"
     likely = "" if found.certain else " (likely, not certain)"
-    yield painted(f"{MARKS[mark]} {printable(found.verdict)}{likely}", TONES[mark], screen)
+    first = f"{MARKS[mark]} {printable(found.verdict)}{likely}"
+    yield from (painted(line, TONES[mark], screen) for line in folded(first, screen.width))
     yield ""
     rows = layout(_COLUMNS, found.findings, screen)
     for each in found.findings:
