@@ -50,7 +50,7 @@ def service_columns(rows: Sequence[ServiceRow], ejections: Iterable[Ejection] = 
         Column("FIRST P50", lambda row: _first_packet(row, 0.5), wide=True, right=True, live=True),
         Column("FIRST P99", lambda row: _first_packet(row, 0.99), wide=True, right=True, live=True),
         Column("STATE", lambda row: service_state(row, known)),
-        Column("REASON", lambda row: row.reason or "", leave=4, wrap=True),
+        Column("REASON", lambda row: _service_reason(row, known), leave=4, wrap=True),
         Column("AFFINITY", lambda row: "client" if row.affinity else "none", wide=True),
         Column("CHOSEN BY", lambda row: row.chosen_by, wide=True),
         Column("SCHEDULER", lambda row: row.scheduler, wide=True),
@@ -172,6 +172,8 @@ def _first_packet(row: ServiceRow, part: float) -> str | None:
     return None if seconds is None else f"{1e3 * seconds:.3f} ms"
 
 
+_ALL_FAIL: Final = "all backends fail"
+
 # Since the dataplane was set up; the time to connect is a mean.
 _COUNTS: Final[tuple[Column[ServiceRow | BackendRow], ...]] = (
     Column("OPENED", _counted(lambda counts: str(counts.flows)), leave=5, right=True, live=True),
@@ -193,12 +195,17 @@ def service_state(row: ServiceRow, ejections: Sequence[Ejection]) -> Cell:
     ejected, failing = row.ejected or sum(each.ejected for each in own), max(row.failing or 0, len(own))
     total = row.backends + (row.ejected or 0)
     if failing and failing >= total:
-        return Cell("all backends fail", Tone.BAD)
+        return Cell(_ALL_FAIL, Tone.BAD)
     if row.without_backend in ("outside", "inside"):
         return Cell(f"{row.without_backend}: drops (Local)", Tone.WARN)  # a traffic policy alone makes a difference
     if ejected:
         return Cell(f"{ejected} of {total} ejected", Tone.WARN)
     return Cell(f"{failing} of {total} failing", Tone.WARN) if failing else Cell("serving", Tone.GOOD)
+
+
+def _service_reason(row: ServiceRow, ejections: Sequence[Ejection]) -> str:
+    doctor = f"their last connections failed: hybrid-proxy doctor {row.name}"
+    return row.reason or (doctor if service_state(row, ejections).text == _ALL_FAIL else "")
 
 
 def _is_ipv6(row: ServiceRow) -> bool:

@@ -175,9 +175,11 @@ def test_of_two_rows_that_look_alike_none_comes_again_and_again() -> None:
 def test_a_service_whose_backends_fail_does_not_serve(fields: dict[str, Any], state: str) -> None:
     """Ejected backends are not among those that get connections, and count all the same."""
     row = ServiceRow(name="a/b:c", frontends=["1.2.3.4:1"], protocol="TCP", **fields)
-    (column,) = (column for column in listings.service_columns([row]) if column.header == "STATE")
-    cell = column.value(row)
-    assert getattr(cell, "text", cell) == state
+    of = {column.header: column.value(row) for column in listings.service_columns([row])}
+    assert getattr(of["STATE"], "text", of["STATE"]) == state
+    assert of["REASON"] == (
+        "their last connections failed: hybrid-proxy doctor a/b:c" if state == "all backends fail" else ""
+    )
 
 
 @pytest.mark.parametrize(
