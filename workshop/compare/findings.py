@@ -182,7 +182,8 @@ def _certainty(rows: Sequence[Row], noise: Sequence[Noise]) -> Iterator[str]:
     if judged:
         differ = f"{sum(row.verdict != 'even' for row in judged)} differ significantly"
         wrong = round(sum(1 - row.lead.sure for row in judged if row.lead and row.lead.sure >= SURE))
-        yield f"Of {len(judged)} comparisons, {differ}; if no mode differed, some {wrong} would do so at random."
+        random = f"; at random alone, about {wrong} would" if wrong else ""
+        yield f"Of {len(judged)} comparisons, {differ}{random}."
 
 
 def _notes(run: Run) -> Iterator[str]:
