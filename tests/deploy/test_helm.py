@@ -7,6 +7,7 @@ import json
 import os
 import re
 import subprocess
+from ipaddress import ip_address
 from pathlib import Path
 from typing import Any
 
@@ -234,6 +235,7 @@ def test_the_notes_of_a_phase_name_its_objects(phase: str) -> None:
     ("apiServer=,kubeProxyConfigMap=kube-proxy,extraArgs={--proxy-mode=ipvs}", "extraArgs: --proxy-mode=ipvs: "),
     ("phase=rollback", "phase: in release hybrid-proxy it would remove the agents: give it one of its own"),
     ("kubeProxyMetrics=127.0.0.1",                  "at '/kubeProxyMetrics': '127.0.0.1' does not match"),
+    ("kubeProxyHealthz=127.0.0.1",                  "at '/kubeProxyHealthz': '127.0.0.1' does not match"),
     ("phase=takover",                               "at '/phase': value must be one of"),
     ("prometheusRule.enabled=true,prometheusRule.disabled.Drops=true", "prometheusRule: no alert Drops: choose of"),
     ("prometheusRule.enabled=true,prometheusRule.customRules.A.for=1h", "prometheusRule: no alert A: choose of Hybrid"),
@@ -293,18 +295,25 @@ def test_prometheus_finds_metrics_at_the_nodes_address_without_its_operator(valu
     "hybridProxyConfiguration.serviceProxyName=mine",
     "hybridProxyConfiguration.serviceProxyName=mine,kubeProxyConfiguration.healthzBindAddress=10.0.0.1:10256",
     "extraArgs={--metrics-bind-address=10.0.0.1:4321}",
+    "kubeProxyConfiguration.healthzBindAddress=[::1]:1234",
     "kubeProxyConfigMap=kube-proxy,apiServer=,extraArgs={--service-proxy-name=mine}",
+    "kubeProxyConfigMap=kube-proxy,apiServer=,kubeProxyHealthz=127.0.0.1:1234",
+    "kubeProxyConfigMap=kube-proxy,apiServer=,kubeProxyHealthz=10.0.0.1:10256,extraArgs={--service-proxy-name=mine}",
 ])  # fmt: skip
 def test_ports_are_those_where_the_agent_serves(values: str, tmp_path: Path) -> None:
     objects = substance(rendered("--set", values, "--set", "serviceMonitor.enabled=true"))
     (agent,) = objects["DaemonSet", "hybrid-proxy"]["spec"]["template"]["spec"]["containers"]
     config = tmp_path / "config.conf"
-    documents = objects.get(("ConfigMap", "hybrid-proxy"), {"data": {"config.conf": [KUBE_PROXYS]}})
+    named = re.search("kubeProxyHealthz=([^,]*)", values)
+    kube_proxys = KUBE_PROXYS | {"healthzBindAddress": named[1] if named else ""}
+    documents = objects.get(("ConfigMap", "hybrid-proxy"), {"data": {"config.conf": [kube_proxys]}})
     config.write_text(yaml.safe_dump_all(documents["data"]["config.conf"]))
     served = configfile.load(config, vars(parser().parse_args(agent["args"]))).config
     assert served.healthz_bind_address
     assert served.metrics_bind_address
-    assert {agent[probe]["httpGet"]["port"] for probe in PROBES} == {served.healthz_bind_address.port}
+    host, port = served.healthz_bind_address.address, served.healthz_bind_address.port
+    asked = {(agent[probe]["httpGet"].get("host"), agent[probe]["httpGet"]["port"]) for probe in PROBES}
+    assert asked == {(host if ip_address(host).is_loopback else None, port)}
     (port,) = objects["Service", "hybrid-proxy-metrics"]["spec"]["ports"]
     assert agent["ports"][0]["containerPort"] == port["port"] == served.metrics_bind_address.port
 

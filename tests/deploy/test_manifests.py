@@ -138,7 +138,7 @@ def test_overlays_of_ones_own_are_outside_of_the_tree(tmp_path: Path) -> None:
     """The page's own block and example, next to a tree that has other files than before."""
     page = (DEPLOY / "README.md").read_text()
     (block,) = re.findall(r"^```sh site\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
-    example, moved = re.findall(r"^```yaml\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
+    example, moved, probed = re.findall(r"^```yaml\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
     shutil.copytree(DEPLOY, tmp_path / "hybrid-proxy/deploy")
     subprocess.run(["sh", "-euc", block], cwd=tmp_path / "hybrid-proxy", check=True)
     tag = one("base", "DaemonSet")["spec"]["template"]["spec"]["containers"][0]["image"]
@@ -152,7 +152,17 @@ def test_overlays_of_ones_own_are_outside_of_the_tree(tmp_path: Path) -> None:
     (rollback,) = yaml.safe_load_all(kustomized(tmp_path / "site/rollback"))
     first = rollback["spec"]["template"]["spec"]["initContainers"][0]
     assert (first["name"], first["env"][0]["value"]) == ("kube-proxy-serves", "127.0.0.1:9249")
-    (tmp_path / "site/kubeadm/kustomization.yaml").write_text(example)
+    overlay = tmp_path / "site/kubeadm/kustomization.yaml"
+    usual = overlay.read_text()
+    overlay.write_text(f"{usual}{probed}")
+    (agent,) = next(item for item in yaml.safe_load_all(kustomized(overlay.parent)) if item["kind"] == "DaemonSet")[
+        "spec"
+    ]["template"]["spec"]["containers"]
+    there = {"port": 9256, "host": "127.0.0.1"}
+    assert [agent[name].pop("httpGet") for name in PROBES] == [
+        agent_of("overlays/kubeadm")[name]["httpGet"] | there for name in PROBES
+    ]
+    overlay.write_text(example)
     kept = "patches:\n  - {target: {kind: DaemonSet}, path: secrets.yaml}\n"
     (tmp_path / "site/image/secrets.yaml").write_text(
         "- {op: add, path: /spec/template/spec/imagePullSecrets, value: [{name: registry}]}\n"
@@ -171,7 +181,6 @@ def test_overlays_of_ones_own_are_outside_of_the_tree(tmp_path: Path) -> None:
     assert set(re.findall(r"\.\./([^/]*)/deploy", said)) == {"hybrid_proxy-0.2.0"}
     assert not list((tmp_path / "site").glob("*/*.old"))
     assert kept in (tmp_path / "site/image/kustomization.yaml").read_text()
-    overlay = tmp_path / "site/kubeadm/kustomization.yaml"
     assert overlay.read_text() == example.replace("/hybrid-proxy/deploy/", "/hybrid_proxy-0.2.0/deploy/")
     images = re.findall(r"\bimage: (.*)", kustomized(tmp_path / "site/rollback"))
     assert set(images) == {"registry.example/hybrid-proxy:0012"}

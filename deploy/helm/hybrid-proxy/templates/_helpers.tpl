@@ -74,9 +74,11 @@ helm.sh/chart: {{ .Chart.Name }}-{{ .Chart.Version | replace "+" "_" }}
 {{- end }}
 
 {{- /* The ports where the agent serves, as it finds them itself. Beside a kube-proxy they are not kube-proxy's. `scraped`: not
-at loopback alone, so Prometheus finds the pod by the name of its port. */ -}}
+at loopback alone, so Prometheus finds the pod by the name of its port. `host`: where the kubelet asks instead of the
+node's address. */ -}}
 {{- define "hybrid-proxy.ports" -}}
 {{- $addresses := pick .Values.kubeProxyConfiguration "healthzBindAddress" "metricsBindAddress" -}}
+{{- if .Values.kubeProxyConfigMap }}{{ $_ := set $addresses "healthzBindAddress" .Values.kubeProxyHealthz }}{{ end -}}
 {{- $name := .Values.hybridProxyConfiguration.serviceProxyName -}}
 {{- range .Values.extraArgs -}}
 {{- if hasPrefix "--metrics-bind-address=" . }}{{ $_ := set $addresses "metricsBindAddress" (trimPrefix "--metrics-bind-address=" . | default "no address") }}{{ end -}}
@@ -86,7 +88,8 @@ at loopback alone, so Prometheus finds the pod by the name of its port. */ -}}
 {{- range $server, $usual := dict "healthz" "10256" "metrics" "10249" }}
 {{- $address := get $addresses (printf "%sBindAddress" $server) | default "" }}
 {{- $port := regexFind "(\\]|^[^:]*):[1-9][0-9]*$" $address | regexFind "[0-9]+$" | default $usual }}
-{{ $server }}: {{ get $moved $port | default $port }}
+{{- $loopback := regexFind "^(127\\.[0-9.]+|\\[?::1(\\]|$))" $address | trimAll "[]" }}
+{{ $server }}: {port: {{ get $moved $port | default $port }}{{ with $loopback }}, host: {{ quote . }}{{ end }}}
 {{- end }}
 {{- $metrics := get $addresses "metricsBindAddress" | default (ternary "0.0.0.0" "127.0.0.1" .Values.serviceMonitor.enabled) }}
 {{- $served := ne (toString .Values.hybridProxyConfiguration.serveMetrics) "false" }}
