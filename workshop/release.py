@@ -28,7 +28,7 @@ CHART: Final = "deploy/helm/hybrid-proxy/Chart.yaml"
 VERSIONS: Final = (("controller/__init__.py", '__version__ = "{}"'), (CHART, "\nversion: {}"))
 TAGS: Final = (
     (CHART, "\nappVersion: {}"), ("deploy/README.md", "\ntag={}"),
-    ("deploy/components/image/kustomization.yaml", "newTag: {}"), ("deploy/README.md", "hybrid-proxy:{}"),
+    ("deploy/components/image/kustomization.yaml", "newTag: {}"),
 )  # fmt: skip
 
 

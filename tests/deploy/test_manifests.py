@@ -140,6 +140,10 @@ def test_overlays_of_ones_own_are_outside_of_the_tree(tmp_path: Path) -> None:
     (block,) = re.findall(r"^```sh site\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
     example, moved, probed = re.findall(r"^```yaml\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
     shutil.copytree(DEPLOY, tmp_path / "hybrid-proxy/deploy")
+    script = ("sh", "deploy/site.sh")
+    nothing = subprocess.run(script, cwd=tmp_path / "hybrid-proxy", capture_output=True, text=True, check=False)
+    assert (nothing.returncode, nothing.stdout, (tmp_path / "site").exists()) == (2, "", False)
+    assert "sh deploy/site.sh IMAGE [TAG [API_SERVER]]\n" in nothing.stderr
     subprocess.run(["sh", "-euc", block], cwd=tmp_path / "hybrid-proxy", check=True)
     tag = one("base", "DaemonSet")["spec"]["template"]["spec"]["containers"][0]["image"]
     for folder in (tmp_path / "site").iterdir():
@@ -169,21 +173,23 @@ def test_overlays_of_ones_own_are_outside_of_the_tree(tmp_path: Path) -> None:
     )
     with (tmp_path / "site/image/kustomization.yaml").open("a") as file:
         file.write(kept)
-    subprocess.run(["sh", "-euc", block], cwd=tmp_path / "hybrid-proxy", check=True)  # a second time
-    assert (tmp_path / "site/kubeadm/kustomization.yaml").read_text() == example
+    names = tmp_path / "site/image/kustomization.yaml"
+    own = {"name": "tools", "newName": "mine.example/tools", "newTag": "1"}
+    names.write_text(names.read_text().replace("images:\n", f"images:\n  - {json.dumps(own)}\n"))
+    subprocess.run([*script, "other.example:5000/proxy", "0012"], cwd=tmp_path / "hybrid-proxy", check=True)
     (tmp_path / "hybrid-proxy").rename(
         tmp_path / "hybrid_proxy-0.2.0"
     )  # as a release unpacks, in the place of the former
-    tagged = ["sh", "-euc", f"tag=0012\n{block}"]  # as of a checkout, where a number would lose its zeros
     said = subprocess.run(
-        tagged, cwd=tmp_path / "hybrid_proxy-0.2.0", capture_output=True, text=True, check=True
+        script, cwd=tmp_path / "hybrid_proxy-0.2.0", capture_output=True, text=True, check=True
     ).stdout
     assert set(re.findall(r"\.\./([^/]*)/deploy", said)) == {"hybrid_proxy-0.2.0"}
     assert not list((tmp_path / "site").glob("*/*.old"))
-    assert kept in (tmp_path / "site/image/kustomization.yaml").read_text()
+    assert kept in names.read_text()
+    assert yaml.safe_load(names.read_text())["images"][0] == own
     assert overlay.read_text() == example.replace("/hybrid-proxy/deploy/", "/hybrid_proxy-0.2.0/deploy/")
     images = re.findall(r"\bimage: (.*)", kustomized(tmp_path / "site/rollback"))
-    assert set(images) == {"registry.example/hybrid-proxy:0012"}
+    assert set(images) == {"other.example:5000/proxy:0012"}  # where a number would lose its zeros
     (monitor,) = (
         item for item in yaml.safe_load_all(kustomized(tmp_path / "site/kubeadm")) if item["kind"] == "ServiceMonitor"
     )
@@ -311,9 +317,9 @@ def mine(tmp_path: Path, components: str) -> str:
     (tmp_path / "hybrid-proxy").mkdir()
     (tmp_path / "hybrid-proxy/deploy").symlink_to(DEPLOY)
     (block,) = re.findall(r"^```sh site\n(.*?)^```", (DEPLOY / "README.md").read_text(), re.MULTILINE | re.DOTALL)
-    made = re.sub(r"^server=.*", "server=https://10.0.0.1:6443", block, flags=re.MULTILINE)
-    for _ in range(2):  # the second time it keeps what is there
-        subprocess.run(["sh", "-euc", made], cwd=tmp_path / "hybrid-proxy", check=True)
+    subprocess.run(["sh", "-euc", f"tag=\n{block}"], cwd=tmp_path / "hybrid-proxy", check=True)
+    for server in ("https://10.0.0.9:6443", "https://10.0.0.1:6443"):
+        subprocess.run(["sh", "deploy/site.sh", "", "", server], cwd=tmp_path / "hybrid-proxy", check=True)
     file = tmp_path / "site/agents/kustomization.yaml"
     images = re.findall(r"\bimage: (.*):", manifests.kustomized(file.parent))
     assert set(images) == {"registry.example/hybrid-proxy"}
@@ -347,7 +353,8 @@ def test_components_work_in_an_overlay_that_knows_the_api_server(
         for container in (first, agent)
     )
     taken = set(components.split())
-    assert runs.mode == ("auto" if "auto" in taken else "ebpf" if overlay is mine else "ipvs")
+    assert runs.mode == ("auto" if "auto" in taken or overlay is mine else "ipvs")
+    assert not runs.hybrid.strict_mode
     assert runs.hybrid.service_proxy_name == inits.hybrid.service_proxy_name, "who sets connection tracking"
     assert bool(runs.hybrid.service_proxy_name) == ("per-service" in taken)
     assert runs.healthz_bind_address is not None

@@ -213,7 +213,7 @@ def test_the_image_lists_its_packages_debians_too(tmp_path: Path) -> None:
         re.findall(r"^RUN (\S+ -B \S+) > (\S+)$", stage, re.MULTILINE)[0],
     )
     assert before.index("apt-get install") < before.index("COPY --from=build"), "all packages are there by then"
-    assert f"`docker run --rm --entrypoint cat hybrid-proxy:{TAG} {place}`" in (ROOT / "deploy/README.md").read_text()
+    assert f"`docker run --rm --entrypoint cat hybrid-proxy:$tag {place}`" in (ROOT / "deploy/README.md").read_text()
     interpreter, script = line.split(" -B ")
     assert interpreter.startswith("/opt/hybrid-proxy/")
     argv = [sys.executable, "-B", str(ROOT / "deploy/image" / Path(script).name)]
