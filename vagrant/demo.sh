@@ -6,7 +6,7 @@
 # nftables ebpf` in these.
 # `demo compare` measures the modes beside each other, in namespaces of this machine; more flags are those of the command.
 set -eu
-: "${SOURCE:=/hybrid-proxy}" "${WAVES:=1 2 5}" "${GATES:=30}"
+: "${SOURCE:=/hybrid-proxy}" "${WAVES:=1 2 5-1}" "${GATES:=30}"
 : "${REQUESTS:=60}" "${NODES:=control worker1 worker2}" "${ROOT_COMMAND:=sudo}" "${CONFIG:=/etc/hybrid-proxy/config.conf}"
 : "${REPORT:=/var/tmp/compare/report.html}"
 
@@ -120,7 +120,7 @@ in_folder() {
     rm -r "$folder"
 }
 
-# Here wave 1 and 2 are a worker each, and 5 is the control plane; 3 and 4 have no nodes, which the page allows.
+# Here wave 1 and 2 are a worker each, and 5-1 is the control plane; 3 has no nodes, which the page allows.
 waves() {
     kind=${1:+$1 }
     [ -n "$kind" ] || block census
