@@ -141,6 +141,18 @@ def test_a_scrape_may_take_as_long_as_it_is_given() -> None:
         assert monitor["spec"]["endpoints"][0].get("scrapeTimeout") == wanted
 
 
+def test_a_monitor_takes_rules_behind_its_own() -> None:
+    rules = {"relabelings": [{"targetLabel": "zone", "replacement": "a"}],
+             "metricRelabelings": [{"sourceLabels": ["__name__"], "regex": "go_.*", "action": "drop"}]}  # fmt: skip
+    usual, given = (
+        substance(rendered("--set-json", f"serviceMonitor={json.dumps(more | {'enabled': True})}"))[
+            "ServiceMonitor", "hybrid-proxy"
+        ]["spec"]["endpoints"][0]
+        for more in ({}, rules)
+    )
+    assert given == usual | rules | {"relabelings": usual["relabelings"] + rules["relabelings"]}
+
+
 def test_a_verbosity_of_ones_own_counts_when_a_fault_is_looked_for() -> None:
     (daemonset,) = (item for item in rendered("--set", "debug=true,extraArgs={-v=4}") if item["kind"] == "DaemonSet")
     assert daemonset["spec"]["template"]["spec"]["containers"][0]["args"][-2:] == ["-v=6", "-v=4"]
@@ -224,6 +236,7 @@ def test_the_notes_of_a_phase_name_its_objects(phase: str) -> None:
           ("extraArgs={--metrics-bind-address=}", "at no address"),
           ("hybridProxyConfiguration.serveMetrics=false", "with serveMetrics: false"),
       )),
+    ("serviceMonitor.relabelings={a}",              "at '/serviceMonitor/relabelings/0': got string, want object"),
     ("serviceMonitor.interval=30",                  "at '/serviceMonitor/interval': got number, want string"),
     ("serviceMonitor.scrapeTimeout=soon",           "at '/serviceMonitor/scrapeTimeout': 'soon' does not match"),
     ("apiPriority=1",                               "at '/apiPriority': got number, want boolean"),
