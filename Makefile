@@ -132,7 +132,7 @@ release: setup ## build what is released from the last commit: dist/RELEASE.md t
 	$(Q)umask 022 && export SOURCE_DATE_EPOCH=$$(git log -1 --format=%ct) && cd build/release/deploy/helm && \
 		$(SAME_TAR) hybrid-proxy | gzip -9n > ../../dist/hybrid-proxy-$$(sed -n 's/^version: //p' hybrid-proxy/Chart.yaml).tgz
 	$(Q)umask 022 && cp build/release/dist/* $(addprefix build/release/deploy/image/,requirements.txt workshop.txt) dist && \
-		sed '$(if $(BASE),s|^ARG BASE=.*|ARG BASE=$(BASE)|)' build/release/deploy/image/Dockerfile > dist/Dockerfile
+		sed -e "s|\(image\.revision=\).*|\1\"$$(git rev-parse HEAD)\"|" $(if $(BASE),-e 's|^ARG BASE=.*|ARG BASE=$(BASE)|') build/release/deploy/image/Dockerfile > dist/Dockerfile
 	$(Q)umask 022 && cd build/release && $(abspath $(PYTHON)) -m hybrid_proxy.workshop.release ../../dist $$(git rev-parse HEAD) "$(BASE)"
 	$(Q)cat dist/SHA256SUMS
 

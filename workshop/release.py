@@ -25,7 +25,10 @@ CYCLONEDX: Final = (
     "--pyproject", "pyproject.toml", "--mc-type", "application", "--output-reproducible", "-",
 )  # fmt: skip
 CHART: Final = "deploy/helm/hybrid-proxy/Chart.yaml"
-VERSIONS: Final = (("controller/__init__.py", '__version__ = "{}"'), (CHART, "\nversion: {}"))
+VERSIONS: Final = (
+    ("controller/__init__.py", '__version__ = "{}"'), (CHART, "\nversion: {}"),
+    ("deploy/image/Dockerfile", "\nARG VERSION={}"),
+)  # fmt: skip
 TAGS: Final = (
     (CHART, "\nappVersion: {}"), ("deploy/README.md", "\ntag={}"),
     ("deploy/components/image/kustomization.yaml", "newTag: {}"),

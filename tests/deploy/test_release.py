@@ -30,7 +30,6 @@ from . import helm
 CHECKOUT_ALONE = ("benchmarks", "lab/apiserver", "measuring/nodes", "manual", "house", "release")
 OBJECT = "hybrid_proxy/dataplane/modes/ebpf/objects/tc_datapath.bpf.o"
 LIBRARY = "hybrid_proxy/dataplane/kernel/_publish.abi3.so"
-TAG = __version__.replace("+", "-")
 MACHINES = {"x86_64": 62, "aarch64": 183}  # EM_X86_64, EM_AARCH64 of elf.h
 
 
@@ -235,6 +234,36 @@ def test_the_image_lists_its_packages_debians_too(tmp_path: Path) -> None:
     libc = next(purl for (name, _), purl in debian.items() if name == "libc6")
     assert re.fullmatch(r"pkg:deb/\w+/libc6@[\w.%~-]+\?arch=\w+&distro=[\w.-]+&upstream=glibc", libc)
     assert f"pkg:pypi/numpy@{metadata.version('numpy')}" in {each.get("purl") for each in components}
+
+
+@pytest.mark.parametrize(("revision", "version", "named"), [
+    ("", __version__, __version__), ("0123456", __version__, f"{__version__}+g0123456"),
+    ("0123456", f"{__version__}+g89ab", f"{__version__}+g89ab"),
+])  # fmt: skip
+def test_the_image_of_a_checkout_names_its_commit(revision: str, version: str, named: str, tmp_path: Path) -> None:
+    """By the Dockerfile's own line, which leaves alone what `make release` has named."""
+    recipe = (ROOT / "deploy/image/Dockerfile").read_text()
+    (line,) = re.findall(r"&& (sed -i .*) \\\n", recipe)
+    (tmp_path / "controller").mkdir()
+    package = tmp_path / "controller/__init__.py"
+    text = (ROOT / "controller/__init__.py").read_text()
+    package.write_text(text.replace(f'"{__version__}"', f'"{version}"'))
+    given = os.environ | {"REVISION": revision, "VERSION": __version__}
+    subprocess.run(["sh", "-euc", line], cwd=tmp_path, env=given, check=True)
+    assert package.read_text() == text.replace(f'"{__version__}"', f'"{named}"')
+    labels = re.findall(r"org\.opencontainers\.image\.(version|revision)=(\S+)", recipe)
+    told = {
+        name: subprocess.run(["sh", "-euc", f"printf %s {value}"], env=given, stdout=subprocess.PIPE, text=True).stdout
+        for name, value in labels
+    }
+    assert told == {"version": __version__ + f"+g{revision}" * bool(revision), "revision": revision}
+
+
+def test_the_recipe_of_a_release_labels_its_image(dist: Path) -> None:
+    recipe = (dist / "Dockerfile").read_text()
+    assert f"\nARG VERSION={version_of(dist)}\n" in recipe
+    (commit,) = re.findall(r"^Built from commit (\w+) ", (dist / "RELEASE.md").read_text(), re.MULTILINE)
+    assert f'org.opencontainers.image.revision="{commit}"\n' in recipe
 
 
 def test_a_commit_without_a_tag_is_no_release(dist: Path) -> None:
