@@ -49,6 +49,7 @@ def test_nothing_of_a_service_stays(tmp_path: Path) -> None:
         "metadata": {"name": "kubeadm-config", "namespace": "kube-system"},
     }
     cluster.put("configmaps", config | {"data": {"ClusterConfiguration": "kind: ClusterConfiguration"}})
+    nodes(cluster, "node-1", "node-2")
     before = {plural: set(items) for plural, items in cluster.objects.items()}
     look = "find /etc /opt /usr/local -newer /proc/1/cmdline -path '*hybrid*' | sort"
     ssh = '[ "$3" = root@node-1 ] || exit 255\nshift 3; exec sh -c "$*"'
@@ -71,7 +72,7 @@ def test_nothing_of_a_service_stays(tmp_path: Path) -> None:
         (bound,) = cluster.objects["clusterrolebindings"]["hybrid-proxy-nodes"]["subjects"]
         assert (bound["kind"], bound["name"]) == ("Group", of_node["--org"])
         node.run("echo old >/etc/hybrid-proxy/kubeconfig.conf")
-        renewal = ". /etc/hybrid-proxy/nodes; export NODES; $(sed -n s/^ExecStart=//p {})"
+        renewal = ". /etc/hybrid-proxy/nodes; export LABEL NODES GROUP; $(sed -n s/^ExecStart=//p {})"
         unit = renewal.format("/etc/systemd/system/hybrid-proxy-kubeconfig.service")
         assert "node-2 has no new credentials" in node.run(f"{unit} && exit 1; true")
         look_at = "stat -c %a /etc/hybrid-proxy/kubeconfig.conf; cat /etc/hybrid-proxy/kubeconfig.conf"
@@ -79,10 +80,12 @@ def test_nothing_of_a_service_stays(tmp_path: Path) -> None:
         assert made.startswith("600\nserver: https://10.0.2.15:6443 ")
         assert of_node.items() <= given(made).items(), "the same for the first time and for a renewal"
         other = {"--org": "hybrid-proxy:nodes-2"}
-        node.run(
-            f"echo GROUP={other['--org']} >>/etc/hybrid-proxy/nodes; {unit.replace('NODES', 'NODES GROUP')} || true"
-        )
+        node.run(f"echo GROUP={other['--org']} >>/etc/hybrid-proxy/nodes; {unit} || true")
         assert (of_node | other).items() <= given(node.run(look_at)).items()
+        for asked, said in (("NODES=node-3", "node-3 has no new"), ("NODES= LABEL=a=b", "no node has the label a=b")):
+            told = node.run(f"echo '{asked}' | tr ' ' '\\n' >>/etc/hybrid-proxy/nodes; {unit} 2>&1 && exit 1; true")
+            assert said in told
+            assert told.count("\n") == 1
         assert {"hybrid-proxy", "hybrid-proxy-nodes"} == set(cluster.objects["clusterrolebindings"])
         node.run(lines("docs/operations.md", "service", "removal"))
         assert node.run(look) == ""
