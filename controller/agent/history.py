@@ -84,8 +84,10 @@ class History:
         if service and len(self._reported) >= MOST_ROWS:
             return  # what is about the node has room
         now, what = time.time(), shortened(redact(what), LONGEST)
-        mode = self._mode if kind == "repair" else ""
-        self._reported.append(ChangeRow(first=now, last=now, kind=kind, service=service, what=what, by=by, mode=mode))
+        why = what.partition(" gets no ")[2].partition(": ")[2] if kind == "ejection" else ""
+        mode, gone = self._mode if kind == "repair" else "", {why: 1} if why else {}
+        row = ChangeRow(first=now, last=now, kind=kind, service=service, what=what, by=by, mode=mode, gone=gone)
+        self._reported.append(row)
 
     def event(self, reason: str, service: str, note: str, by: str) -> None:
         """Remember an event for the cluster."""
@@ -100,7 +102,7 @@ class History:
         changed = [name for name in sorted(now.keys() & before.keys()) if now[name] != before[name]]
         pairs = ((_each(name, before[name]), _each(name, now[name])) for name in changed)
         whats = [each for pair in pairs for each in differences(*pair)]
-        self._of_kernel(whats, worse=any(now[name] in WORSE for name in changed) or any(one[0] == "-" for one in whats))
+        self._of_kernel(whats, worse=any(now[name] in WORSE for name in changed) or " removed" in str(whats))
 
     def held(self, now: frozenset[str], links: Mapping[str, bool]) -> None:
         """Remember which of this node's addresses and routes, as commands that add them, went or came.
@@ -247,7 +249,7 @@ class History:
 def _each(name: str, value: str) -> dict[str, str]:
     """A fact, or several where it is a list: routes by an interface."""
     _, is_list, link = name.partition("routes by ")
-    return {f"route {host} by {link}": "" for host in value.split()} if is_list else {name: value}
+    return {f"route to {host} by {link}": "" for host in value.split()} if is_list else {name: value}
 
 
 def _lines(rows: Iterable[ChangeRow]) -> bytes:

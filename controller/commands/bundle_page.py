@@ -91,7 +91,7 @@ def _busiest(content: bytes) -> Iterator[str]:
 
 def _changes(content: bytes, now: float) -> Iterator[str]:
     rows = msgspec.json.decode(content, type=list[ChangeRow])[-MOST:]
-    yield from table(changes.columns(now, wide=True), rows, Screen(), wide=True) if rows else ["none"]
+    yield from table(changes.columns(now), rows, Screen(), wide=True) if rows else ["none"]
 
 
 def _drops(content: bytes, now: float) -> Iterator[str]:

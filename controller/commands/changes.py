@@ -11,12 +11,12 @@ from typing import Final
 from hybrid_proxy.controller.commands.columns import Cell, Column, Tone
 from hybrid_proxy.controller.commands.command import Command, add_admin, add_service, add_table, number_from, started
 from hybrid_proxy.controller.commands.names import Asked, asked_for
-from hybrid_proxy.controller.commands.terminal import print_rows, print_stream, remark, screen
+from hybrid_proxy.controller.commands.terminal import print_rows, print_stream, remark
 from hybrid_proxy.controller.errors import ControllerError
 from hybrid_proxy.controller.semantics.history import ChangeRow, folded
 from hybrid_proxy.controller.serving.memory import changes_path, read_changes
 from hybrid_proxy.dataplane.errors import told
-from hybrid_proxy.dataplane.reports import age, clock, shortened
+from hybrid_proxy.dataplane.reports import age, clock
 
 POLL_SECONDS: Final = 0.5
 
@@ -26,12 +26,11 @@ def run(args: argparse.Namespace) -> int:
     from hybrid_proxy.controller.commands.views import checked_service
 
     asked, now, path = asked_for(args.service, args.namespace), time.time(), changes_path(args.admin_socket)
-    since, wide = started(args.since) or 0.0, args.output == "wide" or screen().width is None
-    known = _read(path)
+    since, known = started(args.since) or 0.0, _read(path)
     rows = [row for row in folded(known) if _is_meant(row, asked) and row.last >= since][-args.limit :]
     if not rows and any(asked):
         checked_service(args)  # a wrong name has no changes either
-    shown = columns(now, wide=wide, one=bool(asked.service))
+    shown = columns(now, one=bool(asked.service))
     if args.watch:
         print_stream(args, shown, _followed(path, rows, known, asked), rows or [LIKELY])
     elif rows or args.output in ("json", "yaml"):
@@ -64,24 +63,24 @@ def _followed(path: Path, rows: list[ChangeRow], known: list[ChangeRow], asked: 
         yield from (row for row in known if (row.key, row.first, row.last) not in before and _is_meant(row, asked))
 
 
-def columns(now: float, *, wide: bool = False, one: bool = False) -> tuple[Column[ChangeRow], ...]:
-    """Return the columns of a table of changes; where it is `wide`, or no terminal, what happened is whole."""
+def columns(now: float, *, one: bool = False) -> tuple[Column[ChangeRow], ...]:
+    """Return the columns of a table of changes, maybe of `one` Service; the longest is last, where nothing pads it."""
     return (
         Column("WHEN", lambda row: clock(row.last, now)),
         Column("AGE", lambda row: age(now - row.last), leave=3),
         Column("SERVICE", lambda row: row.service or None, leave=4 * one),
         Column("KIND", lambda row: row.kind, leave=2),
         Column("CHANGES", lambda row: row.often, leave=1, right=True),
-        Column("WHAT", lambda row: _what(row, wide=wide), wrap=True, least=30),
         Column("BY", lambda row: row.by, wrap=True),
+        Column("WHAT", _what, wrap=True, least=30),
     )
 
 
-def _what(row: ChangeRow, *, wide: bool) -> Cell:
+def _what(row: ChangeRow) -> Cell:
     """What happened, without the Service, which has a column of its own."""
     text = row.text.removeprefix("Service ")
     text = text.removeprefix(row.service).lstrip(": ") if row.service and text.startswith(row.service) else row.text
-    return Cell(text if wide else shortened(text), Tone.WARN if row.flapping or row.kind == "repair" else Tone.PLAIN)
+    return Cell(text, Tone.WARN if row.flapping or row.kind == "repair" else Tone.PLAIN)
 
 
 LIKELY: Final = ChangeRow(

@@ -73,7 +73,7 @@ def _show(command: str, args: argparse.Namespace) -> int:
 def _print(args: argparse.Namespace, rows: list[PacketEvent], *, silent: bool = False) -> None:
     rows = _within(rows, started(args.since))
     shown = rows[-args.limit :]
-    groups = grouped(shown) if args.output in ("text", "wide") else [Group(row, 1, row.time) for row in shown]
+    groups = _groups(args, shown)
     lasts = [each.last for each in groups]
     if shown or args.output in ("json", "yaml"):
         print_rows(args, _columns(args, lasts, groups), lasts)
@@ -105,11 +105,11 @@ def _show_trace(args: argparse.Namespace, silent: Sequence[str]) -> int:
 
 
 def _stream(args: argparse.Namespace, rows: Iterable[PacketEvent], known: Sequence[PacketEvent] = ()) -> Counter[str]:
-    """Print events as they come, of which some are `known`; how many there were of each kind."""
+    """Print events, those that are `known` and as many as asked for that come; how many there were of each kind."""
     shown = Counter[str]()
 
     def counted() -> Iterator[PacketEvent]:
-        for row in islice(rows, args.limit):
+        for row in islice(rows, len(_groups(args, known)) + args.limit):
             shown[kind(row)] += 1
             yield row
 
@@ -133,7 +133,7 @@ def _events(args: argparse.Namespace, after: int) -> tuple[list[PacketEvent], in
 
 def _follow(args: argparse.Namespace, since: float | None) -> None:
     rows, after = _events(args, ALL)
-    shown = rows[-LAST:] if since is None else _within(rows, since)
+    shown = (rows[-LAST:] if since is None else _within(rows, since))[-args.limit :]
     began = f", since {clock(shown[0].time, time.time())}" if shown else ""
     remark(f"the last {len(shown)} of {several(len(rows), 'event')}{began}, then those that come:")
     _stream(args, _coming(args, shown, after), shown)
@@ -142,8 +142,7 @@ def _follow(args: argparse.Namespace, since: float | None) -> None:
 def _coming(args: argparse.Namespace, rows: list[PacketEvent], after: int) -> Iterator[PacketEvent]:
     """For people, what differs by its client's port alone is one row among `rows`, and in each second after them."""
     while True:
-        groups = grouped(rows) if args.output in ("text", "wide") else [Group(row, 1, row.time) for row in rows]
-        for last, times, _ in groups:
+        for last, times, _ in _groups(args, rows):
             yield replace(last, protocol=f"{times} x {last.protocol}") if times > 1 else last
         time.sleep(2 * POLL_SECONDS)
         rows, after = _events(args, after)
@@ -168,6 +167,10 @@ def _address(text: str | None) -> str | None:
         return text and str(ip_address(source_of(text, 4)))
     except ValueError:
         raise ConfigError(f"--from {text!r}: is neither an IP address nor pod/NAME") from None
+
+
+def _groups(args: argparse.Namespace, rows: Sequence[PacketEvent]) -> list[Group]:
+    return grouped(rows) if args.output in ("text", "wide") else [Group(row, 1, row.time) for row in rows]
 
 
 def _within(rows: list[PacketEvent], since: float | None) -> list[PacketEvent]:
@@ -217,9 +220,9 @@ examples:
 """
 
 
-def _common_arguments(parser: argparse.ArgumentParser) -> None:
+def _common_arguments(parser: argparse.ArgumentParser, limit: str) -> None:
     add_service(parser)
-    parser.add_argument("--limit", type=number_from(1), default=1000, metavar="N", help="at most N (default: 1000)")
+    parser.add_argument("--limit", type=number_from(1), default=1000, metavar="N", help=f"{limit} (default: 1000)")
     add_admin(parser)
     add_table(parser)
 
@@ -229,7 +232,7 @@ def _drops_arguments(parser: argparse.ArgumentParser) -> None:
         "-f", "--follow", "-w", "--watch", action="store_true", help="then those that come, until Ctrl-C"
     )
     parser.add_argument("--since", metavar="DURATION", help="only events of the last 30s, 5m, 2h (default: all)")
-    _common_arguments(parser)
+    _common_arguments(parser, "the last N; -f ends after N new ones")
 
 
 def _trace_arguments(parser: argparse.ArgumentParser) -> None:
@@ -237,7 +240,7 @@ def _trace_arguments(parser: argparse.ArgumentParser) -> None:
         "--from", dest="source", metavar="SRC", help="only packets of the client with this address; in a lab pod/NAME"
     )
     parser.add_argument("--seconds", type=positive_seconds, default=10, metavar="N", help="how long (default: 10)")
-    _common_arguments(parser)
+    _common_arguments(parser, "at most N")
 
 
 DROPS: Final = Command(_drops_arguments, partial(_show, "drops"), _DROPS)

@@ -20,7 +20,7 @@ NAMED: Final = 8  # endpoints in a row
 OTHERS: Final = "many Services at once"
 ADDRESSES: Final = "its addresses and routes"  # of this node
 NOT_SERVED: Final = "not served now"
-DELETED: Final = "deleted"
+DELETED: Final = "Service deleted"
 NOT_READY: Final = "not ready"
 LEFT_OUT: Final = "serving, but no new connections from here"  # by a policy, or because they end
 CUT: Final = " is down, and what led by it is gone"  # after the name of an interface
@@ -41,7 +41,7 @@ class ChangeRow(msgspec.Struct, kw_only=True, frozen=True):
         by: On whose word.
         count: How many changes.
         ready: How often an endpoint became ready; of equals, the newest first.
-        gone: How often it ceased to be; a row has one of the two.
+        gone: How often it ceased to be; a row has one of the two. Of ejections, how often for which reason.
         flapping: Whether an endpoint became ready several times.
         mode: The mode of a repair; else empty.
     """
@@ -78,6 +78,11 @@ class ChangeRow(msgspec.Struct, kw_only=True, frozen=True):
     def description(self) -> str:
         """Describes what happened."""
         those = self.ready or self.gone
+        if self.kind == "ejection" and those:
+            (backend, _, now), times = self.what.partition(" gets "), sum(those.values())
+            return (
+                f"{backend} ejected {f'{times} x ' * (times > 1)}({some(those, '; ')}); gets {now.partition(': ')[0]}"
+            )
         word = self.what or ("ready" if self.ready else "removed")
         return f"{word}: {_counted(those)}" if those else self.what
 
@@ -140,7 +145,7 @@ def change_of(
             count=max(1, len(ready), len(gone)), ready=named[0], gone=named[1],
         )  # fmt: skip
 
-    said = ["came"] if after and not before else []
+    said = ["served now" if by or objects[0] else "Service created"] if after and not before else []
     if before and after:
         old, new = objects
         said = differences(_spec(old), _spec(new)) if old and new else []
@@ -191,8 +196,8 @@ def change_of_node(before: NodeNetwork, after: NodeNetwork) -> list[str]:
 def differences(was: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
     """Describes each fact that was added, removed and changed, by name."""
     found = [
-        f"+ {each} {now[each]}".rstrip() if each not in was
-        else f"- {each} {was[each]}".rstrip() if each not in now
+        f"{each} {now[each]}".rstrip() + " added" if each not in was
+        else f"{each} {was[each]}".rstrip() + " removed" if each not in now
         else f"{each}: {was[each] or 'none'} → {now[each] or 'none'}"
         for each in {**was, **now}
         if was.get(each) != now.get(each)

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import msgspec
 import pytest
 
 from hybrid_proxy.controller.commands import changes
 from hybrid_proxy.controller.commands.columns import Cell, Column, Screen, Tone, layout, table
 from hybrid_proxy.controller.semantics.history import ChangeRow
 from hybrid_proxy.controller.serving.protocol import described
-from hybrid_proxy.dataplane.reports import several, shortened
+from hybrid_proxy.dataplane.reports import several
 
 NOW = 1_800_000_000.0
 
@@ -113,16 +112,14 @@ def test_rows_that_are_still_to_come_have_columns_of_a_least_width() -> None:
     assert [*ahead.lines(MILA)] == ["zoo/mila:cat  well"], "a longer name moves the rest, and stays whole"
 
 
-def test_what_others_did_is_two_lines_of_a_terminal_at_most_and_whole_for_programs() -> None:
-    row = ChangeRow(first=NOW, last=NOW, kind="repair", what=f"1 thing was repaired; {'x' * 400}", by="another program")
-    (what,) = (column for column in changes.columns(NOW) if column.header == "WHAT")
-    cell = what.value(row)
-    assert isinstance(cell, Cell)
-    assert cell.text == shortened(row.what)
-    assert len(cell.text) == 160
-    (what,) = (column for column in changes.columns(NOW, wide=True) if column.header == "WHAT")
-    assert getattr(what.value(row), "text", "") == row.what
-    assert msgspec.to_builtins(row)["what"] == row.what
+def test_what_others_did_is_whole_and_pads_no_row_of_a_pipe() -> None:
+    long = f"1 thing was repaired; {'x ' * 200}end"
+    row = ChangeRow(first=NOW, last=NOW, kind="repair", what=long, by="another program")
+    brief = ChangeRow(first=NOW, last=NOW, kind="node", what="link eth0: up", by="the kernel")
+    for width in (None, 90):
+        shown = table(changes.columns(NOW), [row, brief], Screen(width))
+        assert " ".join(" ".join(shown).split()).count("x") >= 200
+        assert shown[-1].endswith("the kernel       link eth0: up")
 
 
 def test_what_happened_has_room_on_a_narrow_terminal() -> None:

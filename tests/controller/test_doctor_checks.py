@@ -849,7 +849,7 @@ def test_the_changes_of_a_service_that_is_gone_are_told() -> None:
     assert cause == "no-such-service"
     assert findings[0].text == 'no service "shop/web"; it was deleted 10s ago'
     (told,) = (each.text for each in findings if each.subject == "history")
-    assert told == "10s ago: deleted"
+    assert told == "10s ago: Service deleted"
 
 
 @pytest.mark.parametrize(("count", "more"), [(3, ""), (5, "; 2 more: `hybrid-proxy changes shop/web`")])
@@ -858,8 +858,8 @@ def test_of_many_changes_the_newest_three_of_the_service_and_its_way_are_told(co
     kinds = [("service", "shop/web"), ("node", ""), ("endpoints", "shop/web"), ("node", ""), ("service", "shop/web")]
     other = [
         ("node", "", "link veth11: up → down"),
-        ("node", "", "+ route 10.0.0.11 by x"),
-        ("service", "shop/x", "came"),
+        ("node", "", "route to 10.0.0.11 by x added"),
+        ("service", "shop/x", "Service created"),
     ]
     rows = [(kind, name, f"{number} {whats[kind]}") for number, (kind, name) in enumerate(kinds[-count:])]
     changes = tuple(

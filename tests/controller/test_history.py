@@ -79,10 +79,10 @@ DIFFERENCES = [
     pytest.param(entries(A, B), entries(A), [("endpoints", 1, "removed: 10.0.0.2")], id="one less"),
     pytest.param(entries(A, B), entries(C),
                  [("endpoints", 2, f"removed: {A}, {B}"), ("endpoints", 1, f"ready: {C}")], id="others"),
-    pytest.param((), entries(A), [("service", 1, "came"), ("endpoints", 1, "ready: 10.0.0.1")], id="new"),
+    pytest.param((), entries(A), [("service", 1, "Service created"), ("endpoints", 1, "ready: 10.0.0.1")], id="new"),
     pytest.param(entries(A), (), [("endpoints", 1, f"removed: {A}"), ("service", 1, "not served now")], id="less"),
     pytest.param(entries(A), entries(A, fronts=(NODE_PORT,)),
-                 [("service", 1, "+ nodePort node port 30080/TCP")], id="a node port"),
+                 [("service", 1, "nodePort node port 30080/TCP added")], id="a node port"),
     pytest.param(entries(A), entries(A, algorithm="maglev"),
                  [("service", 1, "algorithm: random → maglev")], id="the default algorithm"),
     pytest.param(entries(A), entries(A, present=((A, 8080),)),
@@ -90,7 +90,7 @@ DIFFERENCES = [
     pytest.param(moved(local=True), moved(local=False),
                  [("endpoints", 1, f"{LEFT_OUT}: {A}")], id="left out by a policy, on another node"),
     pytest.param((), moved(local=False),
-                 [("service", 1, "came"), ("endpoints", 1, f"{LEFT_OUT}: {A}")], id="new there"),
+                 [("service", 1, "Service created"), ("endpoints", 1, f"{LEFT_OUT}: {A}")], id="new there"),
     pytest.param(moved(local=False), entries(), [("endpoints", 1, f"removed: {A}")], id="gone there"),
     pytest.param(entries(A), (replace(entries(A)[0], serving=(Backend(A, 8080, local=True),)),),
                  [("endpoints", 1, f"{A} of {NAME}:http: {THERE} → {HERE}")], id="moved"),
@@ -147,7 +147,7 @@ def test_each_field_of_a_service_that_changed_is_a_row_with_both_values(tmp_path
         for text in (
             "port http: 80/TCP → 8080/TCP", "externalTrafficPolicy: Cluster → Local",
             "internalTrafficPolicy: Cluster → Local", "trafficDistribution: none → PreferSameNode",
-            "sessionAffinity: None → ClientIP for 60 s", "+ externalIP 192.0.2.1", "+ nodePort http 30080",
+            "sessionAffinity: None → ClientIP for 60 s", "externalIP 192.0.2.1 added", "nodePort http 30080 added",
         )
     ]  # fmt: skip
 
@@ -242,7 +242,7 @@ def test_a_cluster_ip_that_the_node_takes_is_its_own_doing_and_no_endpoint_goes(
     history.programmed(table(3, services, frozenset({NAME})))
     history.flush()
     found = [(row.kind, row.text, row.by) for row in read_changes(path)]
-    assert found == [("service", "not served now", ADDRESSES), ("service", "came", ADDRESSES)]
+    assert found == [("service", "not served now", ADDRESSES), ("service", "served now", ADDRESSES)]
 
 
 def test_facts_of_the_node_that_changed_are_told_and_those_that_come_or_go_are_not(
@@ -272,7 +272,7 @@ def test_routes_of_pods_are_compared_one_by_one(tmp_path: Path, caplog: pytest.L
     for hosts in ("10.0.0.1 fd00::1", "fd00::1", "10.0.0.1 fd00::1"):
         history.facts("node", {"routes by veth2": hosts})
     history.flush()
-    lines = ["- route 10.0.0.1 by veth2", "+ route 10.0.0.1 by veth2"]
+    lines = ["route to 10.0.0.1 by veth2 removed", "route to 10.0.0.1 by veth2 added"]
     assert [row.text for row in read_changes(tmp_path / "changes")] == lines
     assert [(record.levelname, record.getMessage()) for record in caplog.records] == list(
         zip(("WARNING", "INFO"), lines, strict=True)
@@ -409,27 +409,42 @@ def test_endpoints_that_did_not_serve_and_left_are_removed_and_a_deleted_service
     (row,) = change_of(NAME, idle, (replace(idle[0], present=()),), NOW, "")
     assert row.text == f"removed: {A}, {B}"
     old = Service("shop", "web", "ClusterIP", ("10.96.0.1",))
-    for new, what in ((None, "deleted"), (old, "not served now")):
+    for new, what in ((None, "Service deleted"), (old, "not served now")):
         assert [each.text for each in change_of(NAME, entries(), (), NOW, "", (old, new))] == [what]
 
 
 def test_rows_of_one_moment_stay_in_their_order() -> None:
     came = change_of(NAME, (), entries(A), NOW, "")
     later = change_of(NAME, entries(A), entries(A, B), NOW + 500, "")
-    assert [row.text for row in folded([*came, *later])] == ["came", f"ready: {A}", f"ready: {B}"]
+    assert [row.text for row in folded([*came, *later])] == ["Service created", f"ready: {A}", f"ready: {B}"]
 
 
 def test_a_backend_that_is_ejected_again_and_again_is_one_row() -> None:
     end, rows = f"{NAME}:http: backend {A}:80 gets", list[ChangeRow]()
-    for at, what in ((0, "no new connections from this node for 10 s"), (10, "new connections from this node again"),
-                     (11, "no new connections from this node for 160 s"), (171, "new connections from this node again"),
-                     (172, "no new connections from this node for 300 s")):  # fmt: skip
-        rows.append(ChangeRow(first=NOW + at, last=NOW + at, kind="ejection", service=NAME, what=f"{end} {what}"))
-        rows.append(replace(rows[-1], what=rows[-1].what.replace(A, B)))
+    why = "3 consecutive connections failed"
+    again = "new connections from this node again"
+    bad = {seconds: f"no new connections from this node for {seconds} s: {why}" for seconds in (10, 160, 300)}
+    for at, what in ((0, bad[10]), (10, again), (11, bad[160]), (171, again), (172, bad[300])):
+        gone = {why: 1} if why in what else {}
+        row = ChangeRow(first=NOW + at, last=NOW + at, kind="ejection", service=NAME, what=f"{end} {what}", gone=gone)
+        rows += [row, replace(row, what=row.what.replace(A, B))]
     one, other = folded(rows)
-    assert (one.count, one.what) == (5, f"{end} no new connections from this node for 300 s")
+    told = end.removesuffix(" gets")
+    assert (one.count, one.text) == (5, f"{told} ejected 3 x ({why}); gets no new connections from this node for 300 s")
     assert (other.count, B in other.what) == (5, True)
     assert folded([one, other]) == [one, other]
+    (over,) = folded([row for row in rows[:8] if A in row.what])
+    assert over.text == f"{told} ejected 2 x ({why}); gets new connections from this node again"
+
+
+def test_an_ejection_is_remembered_with_its_reason(tmp_path: Path) -> None:
+    history, path, note = History(tmp_path / "changes"), tmp_path / "changes", f"{NAME}:http: backend {A}:80 gets"
+    history.event("BackendEjected", NAME, f"{note} no new connections from this node for 10 s: it failed", "")
+    history.flush()
+    history.event("BackendReadmitted", NAME, f"{note} new connections from this node again", "")
+    history.flush()
+    (row,) = folded(read_changes(path))
+    assert row.text == f"{NAME}:http: backend {A}:80 ejected (it failed); gets new connections from this node again"
 
 
 def test_of_one_service_its_column_goes_first() -> None:
@@ -458,7 +473,7 @@ def test_an_agent_remembers_what_its_tables_and_others_say(tmp_path: Path) -> No
     found = {(row.kind, row.service, row.text, row.by) for row in rows if row.kind not in ("repair", "mode")}
     assert found == {
         ("endpoints", NAME, "ready: 10.0.0.2", "EndpointSlice"),
-        ("node", "", "+ ServiceCIDR 10.96.0.0/12", "ServiceCIDR"),  # the kernel tells of the address
+        ("node", "", "ServiceCIDR 10.96.0.0/12 added", "ServiceCIDR"),  # the kernel tells of the address
     }
     assert [(row.by, row.mode) for row in rows if row.kind == "repair"] == [(by, "x") for by in programs]
     assert all(row.what.startswith("2 things were repaired in mode x; token=") for row in rows if row.kind == "repair")
@@ -578,7 +593,7 @@ def test_a_terminal_of_80_columns_shows_on_whose_word() -> None:
         ChangeRow(first=NOW, last=NOW, kind="service", service="kube-system/kube-dns", what=NOT_SERVED, by=ADDRESSES),
     ]
     shown = table_of(columns(NOW), rows, Screen(80))
-    assert shown[0].endswith("BY")
+    assert shown[0].endswith("WHAT")
     assert max(map(len, shown)) <= 80
     assert shown[-1].split() == ["and", "routes"]
 

@@ -249,7 +249,7 @@ def test_the_log_has_one_line_a_second(world: World, caplog: pytest.LogCaptureFi
     for number in range(1, 4):
         world.change(number)
         world.sync()
-    assert [(line[0], line[-1]) for line in _logged(caplog)] == [("1 service port", "d/web-1 (came)")], (
+    assert [(line[0], line[-1]) for line in _logged(caplog)] == [("1 service port", "d/web-1 (Service created)")], (
         "the first at once"
     )
     for number in range(4, 9):
@@ -260,7 +260,7 @@ def test_the_log_has_one_line_a_second(world: World, caplog: pytest.LogCaptureFi
     world.syncer.log.flush()
     _, (count, *_, names) = _logged(caplog)
     assert count == "3 service ports"
-    assert names.startswith("d/web-2 (came), d/web-3 (came), d/web-")
+    assert names.startswith("d/web-2 (Service created), d/web-3 (Service created), d/web-")
     assert names.endswith(" and 4 more")
 
 

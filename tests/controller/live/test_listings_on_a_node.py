@@ -8,7 +8,9 @@ import re
 import shlex
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from shutil import which
 
@@ -188,10 +190,19 @@ def test_following_drops_begins_with_the_last_ten(node: Lab) -> None:
             client.settimeout(60)
             assert client.connect_ex(("10.96.0.99", 80)) == errno.ECONNREFUSED
     until(lambda: len(json.loads(run(node, "drops default/empty -o json").stdout)) >= 12, "the events are there")
-    numbers = [row["number"] for row in json.loads(run(node, "drops default/empty -o json").stdout)]
-    done = run(node, "drops default/empty -f -o json --limit 10")
-    assert [json.loads(line)["number"] for line in done.stdout.splitlines()] == numbers[-10:]
-    assert f"the last 10 of {len(numbers)} events" in done.stderr
+    for limit in (2, 11):  # of those before, ten at most; of those that come, each
+        with ThreadPoolExecutor(1) as pool:
+            told = pool.submit(run, node, f"drops default/empty -f -o json --limit {limit}")
+            while not told.done():
+                with node.socket("pod4") as client:
+                    client.settimeout(60)
+                    assert client.connect_ex(("10.96.0.99", 80)) == errno.ECONNREFUSED
+                time.sleep(0.1)
+        shown = [json.loads(line)["number"] for line in told.result().stdout.splitlines()]
+        known = int(re.findall(r"the last \d+ of (\d+) events", told.result().stderr)[0])
+        every = [row["number"] for row in json.loads(run(node, "drops default/empty -o json").stdout)]
+        first = known - min(limit, 10)
+        assert shown == every[first : known + limit]
 
 
 def test_status_begins_with_a_verdict_and_names_the_agent(node: Lab) -> None:
