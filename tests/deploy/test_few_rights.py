@@ -156,6 +156,17 @@ def test_it_serves_with_the_rights_of_its_manifest(lab: Lab, mode: str) -> None:
         assert not [line for line in log.splitlines() if any(words in line for words in COMPLAINTS)], log
 
 
+def test_a_pod_says_what_a_takeover_would_remove(lab: Lab) -> None:
+    """`kubectl exec` has the rights of the agent's container (docs/migration.md)."""
+    lab.run("node", ["nft", "add table ip kube-proxy"])
+    with running(lab, "ebpf") as agent:
+        command = [sys.executable, "-m", "hybrid_proxy.controller", "takeover", "--dry-run"]
+        under = confined(lab, manifests.capabilities("ebpf"))
+        said = lab.run("node", [*under, *command, "--admin-socket", str(agent.socket)])
+    lab.run("node", ["nft", "delete table ip kube-proxy"])
+    assert said.stdout.splitlines()[0] == "would remove table ip kube-proxy", said
+
+
 def test_it_may_not_do_more(lab: Lab) -> None:
     """The same cage, asked by something that tries: otherwise the tests above would show nothing."""
     attempts = """
