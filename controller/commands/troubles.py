@@ -25,7 +25,7 @@ REPAIRS: Final = 3  # the last ones
 REPAIRED: Final = "repaired"  # the label of what is over
 CHECKS: Final = {  # words of why the API server is not read, and what to do
     "40[13]": "check the agent's credentials for {0}",
-    "refused": "nothing listens at {0}: `curl -k https://{0}/readyz`",
+    "refused": "nothing listens there: `curl -k {0}/readyz`",
     "time allowed|route to host|unreachable": "check the route to {0}, and firewalls on the way",
     "": "check the route to {0}, its address, and the agent's credentials",
 }
@@ -85,7 +85,7 @@ def troubles(status: AgentStatus, *, serves: bool = False, answered: Collection[
     plane = status.dataplane
     if down := [f"{name} is down, and the pod behind it is cut off" for name in status.down]:
         name = status.down[0]
-        todo = f"`ip link show {name}`: NO-CARRIER means that the pod's end is down; else `ip link set {name} up`"
+        todo = f"`ip link set {name} up`, then the pod's routes; NO-CARRIER in `ip link`: the pod's end is down"
         text = f"{_many(down, 'link of a pod', 'links of pods')} down"
         found.append(Trouble("links", "link-down", text, "link", down, todo=todo))
     found += map(forwarding_trouble, status.not_forwarding)
@@ -161,7 +161,7 @@ def _unread(status: AgentStatus, *, serves: bool) -> tuple[str, str]:
     what = source.description.partition(": ")[0]  # without how many objects are there
     todo = next(todo for words, todo in CHECKS.items() if re.search(words, why))
     todo = "check the path and who may read it" if what.startswith("manifests") else todo
-    return f"{what}: {why or 'it has not answered yet'}; {stays}", todo.format(what.partition("https://")[2] or "it")
+    return f"{what}: {why or 'it has not answered yet'}; {stays}", todo.format(what.rpartition(" ")[2])
 
 
 def _source_details(source: SourceStatus) -> list[str]:

@@ -487,11 +487,13 @@ def test_doctor_is_as_happy_as_the_status(fields: dict[str, object], expected: J
 
 
 def test_drops_by_rp_filter_are_as_old_as_they_are() -> None:
-    event = msgspec.structs.replace(EVENT, reason="drop_reverse_path", time=WELL.now - 170)
+    event = msgspec.structs.replace(EVENT, reason="drop_reverse_path", time=WELL.now - 170, interface="veth2")
     for lost, said in (({}, "(1, the last 2m50s ago)"), ({"rp_filter": (9, 3)}, "(4, just now)")):
         facts = msgspec.structs.replace(WELL, events=(event,), lost=lost, reverse_path={"eth0": 1})
         (found,) = (each for each in node_findings(facts) if each.cause == "reverse-path")
         assert said in found.text
+        host = event.source.rpartition(":")[0]
+        assert f" packets of {host} at {event.interface} (" in found.text
 
 
 def test_drops_by_rp_filter_are_over_where_no_interface_is_strict_any_more() -> None:
@@ -1400,6 +1402,36 @@ def test_what_kube_proxy_left_is_called_so() -> None:
         assert "`hybrid-proxy takeover`" in found.todo
 
 
+def test_a_datagram_on_a_wrong_way_is_lost_and_one_on_a_doubtful_way_may_not_be() -> None:
+    sent = (tried(A, "sent", None, "UDP"), tried(B, "sent", None, "UDP"))
+    for why, causes in (("no route leads there", ["endpoint-route", "untold"]), ("is it right?", ["untold"])):
+        _, _, findings = service(facts(*sent, astray={"10.0.0.1": (why, "")}))
+        assert [each.cause for each in findings if each.cause in ("endpoint-route", "untold")] == causes
+        (untold,) = (each.text for each in findings if each.cause == "untold")
+        assert untold.startswith(f"{3 - len(causes)} of ")
+
+
+def test_without_agent_and_programs_that_comes_first_of_a_service() -> None:
+    node = msgspec.structs.replace(WELL, forwarding={4: False})
+    unknown = facts(ports=(), rows=(), backends=())
+    found = diagnose("shop/web", [*service_findings(unknown, node), *node_findings(node)])
+    assert (found.cause, found.verdict) == (
+        "no-agent",
+        "no agent runs: nothing is programmed here (and 2 other problems)",
+    )
+
+
+def test_a_lost_address_is_named_once() -> None:
+    fault = "no interface has 192.0.2.2, which the Node n1 reports: 192.0.2.3 is the source; correct --node-ip"
+    node = msgspec.structs.replace(
+        WELL, agent=agent_status(node_faults=[fault]), missing=("ip address add 192.0.2.2/24 dev eth0",)
+    )
+    (found,) = (each for each in node_findings(node) if each.cause == "address-lost")
+    assert (
+        found.text == "this node lost 192.0.2.2, which the Node n1 reports: 192.0.2.3 is the source; correct --node-ip"
+    )
+
+
 def test_a_lost_address_comes_before_a_full_map() -> None:
     found = [Finding("problem", "maps", "full", "", "map-full"), Finding("problem", "node", "lost", "", "address-lost")]
     assert diagnose("node", found).verdict == "lost (and 1 other problem)"
@@ -1432,7 +1464,7 @@ def test_a_rule_about_another_backend_explains_nothing() -> None:
 
 
 def test_a_service_without_a_ready_endpoint_is_a_problem_to_who_asks_for_it() -> None:
-    """Its clients are refused. Of the node it is a warning, because nothing that it does is wrong."""
+    """Its clients are refused. Of the node or a namespace it is a warning, because nothing that it does is wrong."""
     empty = facts(ports=(port(why="the service has no endpoints"),), rows=())
     text = "no endpoint is ready: the service has no endpoints (shop/web:http, IPv4)"
     findings = list(service_findings(empty, WELL))
@@ -1447,8 +1479,10 @@ def test_a_service_without_a_ready_endpoint_is_a_problem_to_who_asks_for_it() ->
     status = msgspec.structs.replace(
         agent_status(), without_backend=[Lack("shop/web:http", 4, "all", "the service has no endpoints")]
     )
-    assert {each.mark for each in (*findings, short) if text in each.text} == {"problem"}
-    assert {each.mark for each in (node, *troubles(status)) if each.cause == "empty-services"} == {"warning"}
+    assert {each.mark for each in findings if text in each.text} == {"problem"}
+    all_of_them = (node, short, *troubles(status))
+    assert [each.mark for each in all_of_them if each.cause in ("empty-services", "no-endpoint")] == ["warning"] * 3
+    assert diagnose("namespace shop", [short]).well
     assert (found.cause, found.verdict, found.well) == ("no-endpoint", text, False)
     assert short.text == f"shop/web: {text}"
 

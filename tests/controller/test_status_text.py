@@ -11,8 +11,11 @@ import msgspec
 import pytest
 
 from hybrid_proxy.controller.commands.columns import Screen
+from hybrid_proxy.controller.commands.doctor.checks import node_findings
+from hybrid_proxy.controller.commands.doctor.facts import NodeFacts
 from hybrid_proxy.controller.commands.status import Verdict, lines, lines_without_agent, verdict
 from hybrid_proxy.controller.commands.troubles import troubles
+from hybrid_proxy.controller.kubernetes.apiserver import Kubernetes
 from hybrid_proxy.controller.kubernetes.model import KindState, Problem, SourceState
 from hybrid_proxy.controller.kubernetes.source_health import SourceHealth
 from hybrid_proxy.controller.semantics.history import ChangeRow
@@ -290,17 +293,31 @@ def test_an_outage_of_the_api_server_is_one_line_in_status_and_doctor_has_its_re
 
 
 @pytest.mark.parametrize(("why", "todo"), [
-    ("Services: Connection refused", "nothing listens at 10.0.0.1:6443: `curl -k https://10.0.0.1:6443/readyz`"),
-    ("Services: no connection within the time allowed", "check the route to 10.0.0.1:6443, and firewalls on the way"),
-    ("Services: No route to host", "check the route to 10.0.0.1:6443, and firewalls on the way"),
-    ("Services: 401 Unauthorized; the credentials are refused", "check the agent's credentials for 10.0.0.1:6443"),
-    ("Services: 403 Forbidden", "check the agent's credentials for 10.0.0.1:6443"),
-    ("x", "check the route to 10.0.0.1:6443, its address, and the agent's credentials"),
+    ("Services: Connection refused", "nothing listens there: `curl -k https://10.0.0.1:6443/readyz`"),
+    ("Services: no connection within the time allowed",
+     "check the route to https://10.0.0.1:6443, and firewalls on the way"),
+    ("Services: No route to host", "check the route to https://10.0.0.1:6443, and firewalls on the way"),
+    ("Services: 401 Unauthorized; the credentials are refused",
+     "check the agent's credentials for https://10.0.0.1:6443"),
+    ("Services: 403 Forbidden", "check the agent's credentials for https://10.0.0.1:6443"),
+    ("x", "check the route to https://10.0.0.1:6443, its address, and the agent's credentials"),
 ])  # fmt: skip
 def test_what_to_do_about_an_api_server_follows_from_how_it_fails(why: str, todo: str) -> None:
     said = f"API server https://10.0.0.1:6443 cannot be read since TIME ({why}); what is programmed serves on"
     status = agent_status(source=SourceStatus("Kubernetes API at https://10.0.0.1:6443", False, said, []))
     assert [each.todo for each in troubles(status) if each.cause == "api-unreachable"] == [todo]
+
+
+@pytest.mark.parametrize("server", ["http://192.168.77.1:8080", "https://[fd77::1]:6443"])
+def test_a_server_where_nothing_listens_is_asked_at_the_address_that_is_configured(server: str) -> None:
+    source, told = Kubernetes("n1", master=server), list[SourceState]()
+    source.health.emit = lambda *events: told.extend(one for one in events if isinstance(one, SourceState))
+    source.health.lost("Service", "Connection refused")
+    status = agent_status(source=SourceStatus(source.describe(), False, told[0].message, source.health.states()))
+    step = f"nothing listens there: `curl -k {server}/readyz`"
+    assert f"    → {step}" in lines(status, Screen(), NOW)
+    facts = NodeFacts(now=NOW, agent=status)
+    assert [each.todo for each in node_findings(facts) if each.cause == "api-unreachable"] == [step]
 
 
 def test_a_file_that_is_no_yaml_is_no_object() -> None:

@@ -108,8 +108,8 @@ FAILURES: Final[dict[str, tuple[str, str, Cause, str]]] = {
 def diagnose(target: str, findings: Sequence[Finding], tried: Sequence[Tried] = (), seconds: float = 0.0) -> Diagnosis:
     """The verdict: the problem that explains most, else the first warning, else that all is well, as far as is seen."""
     problems, warnings = _ordered(findings, "problem"), _ordered(findings, "warning")
-    if target == "node":
-        problems.sort(key=lambda f: (f.cause in OF_SOME, f.cause != "no-agent"))
+    if target == "node" or any((f.subject, f.cause) == ("object", "no-agent") for f in problems):  # no object is known
+        problems.sort(key=lambda f: (f.cause in OF_SOME, f.subject != "agent"))
     elif target.startswith("namespace "):
         problems.sort(key=lambda f: f.cause == "no-endpoint")  # of some Services that is chronic
     limits = [f for f in findings if f.cause == "restricted"]
@@ -242,10 +242,10 @@ def _lost_address(fault: str, facts: NodeFacts) -> Finding | None:
     """What becomes of a fault if its address was there a while ago: somebody took it away."""
     for command in facts.missing:
         what, address = command.split()[1], command.split()[3].partition("/")[0]
-        if what == "address" and f" {address}, " in fault:
+        if what == "address" and (rest := fault.partition(f" {address}, ")[2]):
             commands = [f"`{command}`", *(f"`{each}`" for each in facts.missing if each.startswith("ip route"))]
             todo = f"{some(commands, ', then ')}; the log of what configures the network says why"
-            return Finding("problem", "node", f"this node lost {address}: {fault}", todo, "address-lost")
+            return Finding("problem", "node", f"this node lost {address}, {rest}", todo, "address-lost")
     return None
 
 
@@ -281,9 +281,8 @@ def _away(node: NodeFacts, facts: ServiceFacts | None = None) -> Iterator[Findin
             one = msgspec.structs.replace(one, rule=msgspec.structs.replace(own, packets=packets))  # noqa: PLW2901
         rows.setdefault((one.service, one.address), []).append(one)
     for those in rows.values():  # the node's own packets pass another chain than those of pods
-        found, *more = sorted(
-            (nat_trouble(one, _serving(node)) for one in those), key=lambda each: MARKS.index(each.mark)
-        )
+        judged = (nat_trouble(one, _serving(node)) for one in those)
+        found, *more = sorted(judged, key=lambda each: MARKS.index(each.mark))
         text = "; and ".join((found.details[0], *(each.details[0].partition(" elsewhere, ")[2] for each in more)))
         todo = no_nat(*(one.rule for one in those))
         yield Finding(found.mark, found.subject, text, todo, "" if found.mark == "ok" else found.cause)
@@ -291,11 +290,12 @@ def _away(node: NodeFacts, facts: ServiceFacts | None = None) -> Iterator[Findin
 
 def _reverse_path(facts: NodeFacts) -> Finding:
     strict = sorted(name for name, value in facts.reverse_path.items() if value == 1)
-    times = [row.time for row in facts.events if row.reason == "drop_reverse_path"]
+    seen = [row for row in facts.events if row.reason == "drop_reverse_path"]
     now = facts.lost.get("rp_filter", (0, 0))[1]
-    if now or (times and strict):
-        when = "just now" if now else f"the last {ago(facts.now - max(times))}"
-        text = f"rp_filter drops packets ({len(times) + now}, {when}): the route back is by another interface"
+    if now or (seen and strict):
+        when = "just now" if now else f"the last {ago(facts.now - max(row.time for row in seen))}"
+        whose = some(sorted({f"of {row.source.rpartition(':')[0]} at {row.interface} " for row in seen}), "and ")
+        text = f"rp_filter drops packets {whose}({len(seen) + now}, {when}): the route back is by another interface"
         todo = "correct the route, or set net.ipv4.conf.*.rp_filter to 2 where two ways are meant"
         return Finding("warning", "rp_filter", text, todo, "reverse-path")
     return Finding("ok", "rp_filter", f"strict at {some(strict)}, and drops nothing" if strict else "nowhere strict")
@@ -304,9 +304,8 @@ def _reverse_path(facts: NodeFacts) -> Finding:
 def _conntrack(row: Fill, largest: str, lost: dict[str, tuple[int, int]]) -> Finding:
     todo = "raise net.netfilter.nf_conntrack_max (--conntrack-max-per-core)"
     rows = [(what, *lost[name]) for name, what in LOSSES.items() if any(lost.get(name, ()))]
-    more = "; since the boot " * bool(rows) + ", ".join(
-        f"{what}: {total} ({now} just now)" for what, total, now in rows
-    )
+    told = ", ".join(f"{what}: {total} ({now} just now)" for what, total, now in rows)
+    more = f"; since the boot {told}" * bool(rows)
     for each in fill_trouble("conntrack", "conntrack-full", "conntrack", row, todo):
         user = f"; {largest}" if largest else ""
         return Finding(each.mark, each.subject, f"{each.details[0]}{user}{more}", todo, each.cause)
@@ -431,9 +430,9 @@ def in_short(facts: ServiceFacts, node: NodeFacts) -> Finding:
     found = diagnose(facts.asked, findings, facts.tried)
     if found.well and found.cause in ("", "restricted"):
         return Finding("ok", "service", found.verdict)
-    mark: Mark = "warning" if found.well else "problem"
     # Without "(and 1 other problem)": the verdict on all services counts them.
-    worst = _ordered(findings, mark)[0]
+    worst = _ordered(findings, "warning" if found.well else "problem")[0]
+    mark = EMPTY if found.cause == "no-endpoint" else worst.mark
     head = f"{facts.asked}: "
     text = found.verdict if found.verdict.startswith(f"{facts.asked} is well") else head + worst.text.removeprefix(head)
     return Finding(mark, "service", text, worst.todo, found.cause, found.certain)
@@ -679,6 +678,8 @@ def _misled(facts: ServiceFacts) -> dict[str, tuple[str, str]]:
     direct = [each for each in facts.tried if each.via == "backend"]
     through = [each for each in _failing(facts.tried) if each.via == "service"]
     failing = {_host(each) for each in _failing(direct)} | {each.source for each in lost_on_the_way(direct) + through}
+    sent = {_host(each) for each in direct if each.outcome == "sent"}  # it is not known whether these fail
+    failing |= {address for address in sent & facts.astray.keys() if not facts.astray[address][0].endswith("?")}
     return {address: found for address, found in facts.astray.items() if address in failing}
 
 
@@ -757,7 +758,7 @@ def _connections(facts: ServiceFacts, node: NodeFacts) -> Iterator[Finding]:
         for link in facts.links for end in link.addresses for port, size in link.full.items()
     }  # fmt: skip
     stuck = [each for each in direct if each.end in full and not is_good(each)]
-    dead = [each for each in direct if _host(each) in blamed and not is_good(each)] + stuck
+    dead = [each for each in direct if _host(each) in blamed and each.outcome not in ANSWERED] + stuck
     direct = [each for each in direct if each not in dead]
     if stuck:
         what = dict.fromkeys(f"{_end(each)} listens, but its queue of {full[each.end]} is full" for each in stuck)

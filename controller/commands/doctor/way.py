@@ -40,7 +40,9 @@ def link_of(pod: Pod, own: Sequence[str]) -> PodLink:
             sends = namespaces.packet_size(node) if node else 0
             full = full_queues()
     if pod.down == "node":
-        down = f"ip link set {pod.interface} up"
+        at_bridge = any(each.name == pod.interface and each.master for each in links.read_node().interfaces)
+        routes = (f"ip route replace {each} dev {pod.interface}" for each in pod.addresses if not at_bridge)
+        down = " && ".join((f"ip link set {pod.interface} up", *routes))
     return PodLink(pod.interface, pod.addresses, pod.mtu, sends, drops, full, down, pod.path)
 
 
@@ -110,16 +112,15 @@ def astray(
                 elif back:
                     found[address] = back
             elif bare and ends.get(address):
-                has = f"the pod behind {bare[0].interface} has {some(bare[0].addresses) or 'no address'} instead"
-                why = f"the API has it for an endpoint on this node, and {has}: is it lost?"  # gVisor keeps it inside
-                found[address] = why, "if so, delete the pod, so that another one is made; see the CNI plugin's log"
+                lost, has = f"the pod behind {bare[0].interface} lost {address}", some(bare[0].addresses)
+                why = f"{lost}; it has only {has}" if has and not bare[1:] else f"{lost}: or does gVisor hold it?"
+                found[address] = why, "delete the pod, so that another one is made; see the CNI plugin's log"
             elif way and length >= present and not (hop and not hop.gateway):
-                why = f"this node lost its route to {way.split()[3]}, and {leads}" + ": is it right?" * (
-                    length == present
-                )
-                found[address] = why, f"`{way}`; {todo}"
+                doubt = ": is it right?" * (length == present)
+                found[address] = f"this node lost its route to {way.split()[3]}, and {leads}{doubt}", f"`{way}`; {todo}"
             elif wrong or to is None:
-                found[address] = f"{leads}{', where no pod is' if to else ''}", todo
+                stale = f"is it of a pod that is gone? `kubectl get pods -A -o wide | grep {address}`; else "
+                found[address] = f"{leads}{', where no pod is' if to else ''}", stale * bool(ends.get(address)) + todo
             elif state == NUD_FAILED or (state == NUD_PERMANENT and to.kind not in VIRTUAL):
                 fixed = " and is fixed: is it right?" if mac else ": nobody answers there"
                 found[address] = f"{entry}{fixed}", f"{again} has the kernel ask again"
