@@ -1469,6 +1469,24 @@ def test_a_cluster_ip_that_is_not_served_is_an_outage_of_its_family(clinic: Clin
 
 
 @only_in("ebpf")
+@pytest.mark.parametrize("protocol", ["TCP", "UDP"])
+def test_an_endpoint_of_this_node_without_a_pod_may_be_of_a_pod_that_is_gone(clinic: Clinic, protocol: str) -> None:
+    recovered(clinic)
+    ends = endpoint_slice(NAME, ["10.77.1.99"], [(protocol, HTTP)], NODE_NAMES["node"])
+    ends["ports"][0]["name"] = "http"
+    try:
+        clinic.api.put_all([ends, clinic.made(NAME, [(protocol, 80)])])
+        until(lambda: "10.77.1.99" in str(clinic.doctor(NAME)[1].connections), "it is programmed")
+        code, found = clinic.doctor(NAME)
+    finally:
+        clinic.put(*PODS)
+    assert (code, found.cause) == (1, "endpoint-route"), found
+    assert found.verdict.startswith("the way to 10.77.1.99 is wrong: the route leads to 192.168.77.1 on eth0"), found
+    (todo,) = (each.todo for each in found.findings if each.cause == "endpoint-route")
+    assert todo.startswith("is it of a pod that is gone? `kubectl get pods -A -o wide | grep 10.77.1.99`; else "), todo
+
+
+@only_in("ebpf")
 @pytest.mark.parametrize("end", ["lo", "eth0"])
 def test_a_pod_that_has_the_nodes_address_is_named_first_with_the_command(clinic: Clinic, end: str) -> None:
     recovered(clinic)
