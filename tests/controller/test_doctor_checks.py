@@ -1483,6 +1483,8 @@ def test_a_service_without_a_ready_endpoint_is_a_problem_to_who_asks_for_it() ->
     all_of_them = (node, short, *troubles(status))
     assert [each.mark for each in all_of_them if each.cause in ("empty-services", "no-endpoint")] == ["warning"] * 3
     assert diagnose("namespace shop", [short]).well
+    ill = facts(tried(A, "refused", "refused"), ports=(port(A), *empty.ports), rows=())
+    assert in_short(ill, WELL).mark == "problem"
     assert (found.cause, found.verdict, found.well) == ("no-endpoint", text, False)
     assert short.text == f"shop/web: {text}"
 

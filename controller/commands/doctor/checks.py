@@ -432,7 +432,7 @@ def in_short(facts: ServiceFacts, node: NodeFacts) -> Finding:
         return Finding("ok", "service", found.verdict)
     # Without "(and 1 other problem)": the verdict on all services counts them.
     worst = _ordered(findings, "warning" if found.well else "problem")[0]
-    mark = EMPTY if found.cause == "no-endpoint" else worst.mark
+    mark = EMPTY if {f.cause for f in findings if f.mark == "problem"} == {"no-endpoint"} else worst.mark
     head = f"{facts.asked}: "
     text = found.verdict if found.verdict.startswith(f"{facts.asked} is well") else head + worst.text.removeprefix(head)
     return Finding(mark, "service", text, worst.todo, found.cause, found.certain)

@@ -89,8 +89,7 @@ def test_what_pages_say_for_a_node_works_there(lab: Lab) -> None:
     agent = start_agent(lab, "ebpf")
     for line in dict.fromkeys(lines):
         done = shell(lab, line)
-        ill = line.startswith("hybrid-proxy doctor -n") and "default/empty: no endpoint is ready" in done.stdout
-        assert done.returncode == ill, f"{line}: {done.stdout}{done.stderr}"
+        assert done.returncode == 0, f"{line}: {done.stdout}{done.stderr}"
     agent.terminate()
     assert agent.wait(60) == 0
     (cleaned,) = run_blocks(lab, pages[0], "node", "stop")
