@@ -149,8 +149,7 @@ def _coming(args: argparse.Namespace, rows: list[PacketEvent], after: int) -> It
 
 
 def _traced(args: argparse.Namespace) -> Iterator[PacketEvent]:
-    client = args.source
-    end = time.monotonic() + args.seconds
+    client, end = args.source, time.monotonic() + args.seconds
     after = ask(args.admin_socket, GetEvents(NO_EVENT), EventsAnswer).last
     while time.monotonic() < end:
         ask(args.admin_socket, SetTrace(args.service, client, LEASE_SECONDS), TraceAnswer)

@@ -695,7 +695,7 @@ class Manifests:
         if events:
             emit(*events)
             self._write_kept()
-        self._health(emit, True, "can be read again: " * (self._healthy is False) + self.describe())
+        self._health(emit, True, self.describe().replace(": ", " can be read again: ", self._healthy is False))
         return True
 
     def _write_kept(self) -> None:

@@ -88,8 +88,7 @@ class ChangeRow(msgspec.Struct, kw_only=True, frozen=True):
 
 
 def _counted(those: Mapping[str, int]) -> str:
-    named = sorted(those, key=lambda each: -those[each])
-    return some([f"{each} ({those[each]} x)" if those[each] > 1 else each for each in named])
+    return some([f"{each} ({times} x)" if times > 1 else each for each, times in Counter(those).most_common()])
 
 
 def joined(before: ChangeRow, after: ChangeRow) -> ChangeRow:

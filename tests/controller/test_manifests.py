@@ -389,7 +389,7 @@ def test_folder_that_vanishes_keeps_what_is_known(tmp_path: Path, run: Callable[
     (folder / "a.yaml").write_text(service("a", "10.96.0.20"))
     listener.until(lambda: listener.healthy and listener.addresses == {"a": "10.96.0.20"})
     said = [event.message for event in listener.events if isinstance(event, SourceState)]
-    assert said[-1] == f"can be read again: manifests in {folder}: 1 object in 1 file"
+    assert said[-1] == f"manifests in {folder} can be read again: 1 object in 1 file"
     (folder / "b.yaml").write_text(service("b"))
     listener.until(lambda: "b" in listener.addresses)
 

@@ -62,9 +62,8 @@ class Listing(DataTable[Text]):
 
     def _head(self) -> None:
         self.clear(columns=True)
-        sorted_by = self._columns_of[self.sort_by]
         for column in self._shown_columns:
-            arrow = (FALLING if self.falling else RISING) if column is sorted_by else ""
+            arrow = (FALLING if self.falling else RISING) if column is self._columns_of[self.sort_by] else ""
             self.add_column(Text(f"{column.title}{arrow}", justify="right" if column.right else "left"))
 
     def sort_next(self) -> None:
@@ -76,8 +75,7 @@ class Listing(DataTable[Text]):
 
     def sort_at(self, position: int) -> None:
         """Sorts by this column, or reverses its order if it was that already."""
-        same = position == self.sort_by
-        self.falling = not self.falling if same else self._columns_of[position].falling
+        self.falling = not self.falling if position == self.sort_by else self._columns_of[position].falling
         self.sort_by = position
         self._redraw()
 
@@ -120,13 +118,14 @@ class Listing(DataTable[Text]):
             self.add_row(*texts, key=row.key, height=1 + max(text.plain.count("\n") for text in texts))
         if self._held and cursor is not None and cursor in self.rows:
             self.move_cursor(row=self.get_row_index(cursor), animate=False, scroll=False)
+        elif not self._held:  # there is more to see below one with backends
+            first = next((place for place, row in enumerate(shown) if getattr(row, "backends", 1)), 0)
+            self.move_cursor(row=first, animate=False, scroll=False)
 
     @property
     def chosen(self) -> str | None:
         """The key of the row under the cursor."""
-        if not self.row_count:
-            return None
-        return self.coordinate_to_cell_key(self.cursor_coordinate).row_key.value
+        return self.coordinate_to_cell_key(self.cursor_coordinate).row_key.value if self.row_count else None
 
 
 def _style(row: Any, title: str) -> str:

@@ -121,8 +121,9 @@ class Snapshot(msgspec.Struct, frozen=True):
     maps: tuple[MapRow, ...]
 
     def rate(self, kind: str) -> float | None:
-        """Returns the packets per second that were dropped or rejected; None: unknown."""
-        return _sum(row.rate for row in self.reasons if row.kind == kind)
+        """Returns the packets per second that were dropped or rejected; None: the serving mode counts none."""
+        rows = [row for row in self.reasons if row.kind == kind]
+        return _sum(row.rate for row in rows) if any(" " not in row.key for row in rows) else None  # one that drains
 
     def all(self, column: str) -> float | None:
         """Returns the sum of a column of the services; None: unknown for all."""

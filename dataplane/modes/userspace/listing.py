@@ -23,14 +23,14 @@ class Relayed(View):
     def __init__(self, client: RelayClient) -> None:
         self._client = client
         self.listing = client.ask(m.List(), m.Listing)
-        self.rows = self.listing.rows
+        self.rows, self._now = self.listing.rows, time.time()
         self.place = f"relay, process {self.listing.pid}"
         self._frontends: dict[conntrack.Key, str | None] = {
             (*frontend_of(text), row.protocol): row.name for row in self.rows for text in row.frontends
         }
 
     def services(self) -> list[ServiceRow]:
-        failing = Counter(key for key, _, _, consecutive, _ in self.listing.failures if consecutive)
+        failing = Counter(row[0] for row in self.listing.failures if row[3] and not row[4].is_over(self._now))
         return [
             ServiceRow(
                 name=row.name,
@@ -47,14 +47,12 @@ class Relayed(View):
 
     def backends(self, of: str | None = None) -> list[BackendRow]:
         used = {(key, address, port): count for key, address, port, count in self.listing.used}
-        failed = {
-            (key, address, port): (count, history) for key, address, port, count, history in self.listing.failures
-        }
-        rows = []
+        failed = {row[:3]: row[3:] for row in self.listing.failures}
+        rows, now = [], self._now
         for row in filter(lambda each: belongs(each.name, of), self.rows):
             members = Counter(pair for route in row.routes for pair in route)
             for address, port in {**dict.fromkeys(members), **dict.fromkeys(row.serving)}:
-                count, history = failed.get((row.key, address, port), (0, None))
+                count, last = failed.get((row.key, address, port), (0, None))
                 rows.append(
                     BackendRow(
                         service=row.name,
@@ -62,8 +60,8 @@ class Relayed(View):
                         protocol=Protocol(row.protocol).name,
                         used=(address, port) in members,
                         failures=count,
-                        history=history,
-                        state=f"failing: {history.text(time.time())}" if count and history else None,
+                        history=last,
+                        state=f"failing: {last.text(now)}" if count and last and not last.is_over(now) else None,
                         conversations=used.get((row.key, address, port), 0),
                     )
                 )

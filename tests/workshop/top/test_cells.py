@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from html import unescape
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from hybrid_proxy.controller.serving.protocol import DrainingMode, ModeStatus
@@ -125,6 +126,15 @@ def test_the_head_shows_mode_and_totals() -> None:
     assert second.startswith("conn/s 5   packets/s 100   in 5.0kB/s   out 5.0kB/s   dropped/s 0   rejected/s 0   ")
     assert second.endswith("  flow entries 12/524,288")
     assert cells.trouble(snapshot(before, before, now), 240) == []
+
+
+def test_packets_that_the_serving_mode_does_not_count_have_no_rate() -> None:
+    counters = agent_status(dataplane=dataplane(mode="iptables", counters={"restores": 3}))
+    counters = msgspec.structs.replace(
+        counters, draining=[DrainingMode("ebpf", {}, 1.0, {"drop_empty": 5, "reject": 6})]
+    )
+    before, now = (sample(at, service("ns/a:http", 0, traffic=None), status=counters) for at in (0, 1))
+    assert cells.head(snapshot(before, before, now), 240)[1].startswith("dropped/s -   rejected/s -")
 
 
 @pytest.mark.parametrize("width", [80, 100, 120])

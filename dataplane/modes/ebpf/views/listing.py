@@ -125,10 +125,10 @@ def _addresses(maps: Maps, names: Names) -> Addresses:
 def _services(maps: Maps, names: Names) -> list[ServiceRow]:
     rows = []
     table = maps["services"].view(layout.dtype_of("service"))
-    bits, (backends, out, chosen) = layout.abi_constants(), _chosen(maps)
+    bits, (backends, out, chosen, failures) = layout.abi_constants(), _chosen(maps)
     drops, owners = bits["SERVICE_DROP_SET0"], backends["service"]
     first, here = (backends["flags"] & bits[name] != 0 for name in ("BACKEND_SET0", "BACKEND_LOCAL"))  # rings repeat
-    masks = (first, chosen & here, out, out | chosen & (backends["failures"] > 0))
+    masks = (first, chosen & here, out, out | (failures > 0))
     whole, local, ejected, failing = (np.bincount(owners[mask], minlength=len(table)) for mask in masks)
     counted, waited = traffic_of(maps), first_packets_of(maps)
     figures = None if counted is None else counted.of_services(owners)
@@ -155,23 +155,23 @@ def _services(maps: Maps, names: Names) -> list[ServiceRow]:
     return sorted(rows, key=lambda row: (row.name or "", row.frontends))
 
 
-def _chosen(maps: Maps) -> tuple[NDArray[Any], NDArray[np.bool_], NDArray[np.bool_]]:
-    """Returns the rows of backends, which of them are ejected, and which of the others are in a backend set."""
+def _chosen(maps: Maps) -> tuple[NDArray[Any], NDArray[np.bool_], NDArray[np.bool_], NDArray[Any]]:
+    """Returns backends, which are ejected, which others are in a backend set, and how often those failed, lately."""
     table, flags = maps["backends"].view(layout.dtype_of("backend")), layout.abi_constants()
     ejected = table["flags"] & flags["BACKEND_EJECTED"] != 0
-    return table, ejected, ~ejected & (table["flags"] & (flags["BACKEND_SET0"] | flags["BACKEND_SET1"]) != 0)
+    chosen = ~ejected & (table["flags"] & (flags["BACKEND_SET0"] | flags["BACKEND_SET1"]) != 0)
+    failures = np.where(chosen, table["failures"], 0)
+    if failures.any():
+        failures[[number for number, row in histories(maps).items() if row.is_over(time.time())]] = 0
+    return table, ejected, chosen, failures
 
 
 def failing_ports(maps: Maps, names_of: Callable[[], Names]) -> tuple[list[str], list[Ejection]]:
     """Returns the service ports whose backends all fail, and the other backends that failed twice in a row, lately."""
-    table, ejected, chosen = _chosen(maps)
-    failures = np.where(chosen, table["failures"], 0)
+    table, ejected, chosen, failures = _chosen(maps)
     if not (failures.any() or ejected.any()):
         return [], []
     names, now, known = names_of(), time.time(), histories(maps)
-    for number, row in known.items():
-        if row.is_over(now):
-            failures[number] = 0
     bad, good = (table["service"][those] for those in (ejected | (failures > 0), chosen & (failures == 0)))
     all_fail = {names[number] for number in np.setdiff1d(bad, good).tolist() if number in names}
     few = [(number, names.get(int(table["service"][number]))) for number in np.flatnonzero(failures > 1).tolist()]
@@ -234,7 +234,7 @@ def _state(flags: int, failures: int, history: FailureHistory | None, now: float
         return f"ejected: {history.text(now) if history else 'its connections failed'}"
     if not flags & (names["BACKEND_SET0"] | names["BACKEND_SET1"]):
         return "in no backend set"
-    if not failures:
+    if not failures or (history and history.is_over(now)):
         return "serving"
     return f"failing: {history.text(now) if history else f'{failures} consecutive connections failed'}"
 

@@ -387,6 +387,9 @@ def test_backends_that_failed_lately_are_told(store: Store, ago: float, told: bo
     address, port = subject(web, 1)[1]
     wanted = ("web", f"{address}:{port}", False)
     assert [(row.service, row.address, row.ejected) for row in few] == [wanted] * told
+    states = [row.state or "" for row in listing._backends(maps, names) if row.failures]  # noqa: SLF001
+    assert [state.partition(":")[0] for state in states] == ["failing" if told else "serving"] * 2
+    assert int((listing._chosen(maps)[3] > 0).sum()) == 2 * told  # noqa: SLF001 - what `services` counts
 
 
 @pytest.mark.root

@@ -13,11 +13,13 @@ import threading
 import time
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from hybrid_proxy.dataplane import reports
 from hybrid_proxy.dataplane.modes.userspace import streams
+from hybrid_proxy.dataplane.modes.userspace.listing import Relayed
 from hybrid_proxy.dataplane.modes.userspace.sockets import RESET
 from hybrid_proxy.dataplane.modes.userspace.streams import CHUNK, PIPE
 
@@ -87,6 +89,9 @@ def test_backends_that_fail_are_reported_and_service_ports_where_all_do(
     with monkeypatch.context() as changed:
         changed.setattr(reports, "LATELY_SECONDS", -1.0)
         assert relay.relay.status().failing == (), "perhaps no client comes any more"
+        view = Relayed(SimpleNamespace(ask=lambda *_: relay.relay.listing(0)))  # type: ignore[arg-type]
+        assert {row.failing for row in view.services()} == {0}
+        assert {row.state for row in view.backends()} == {None}
     relay.relay.services["all"].note_success(deaf)
     assert relay.relay.status().failing == ()
 

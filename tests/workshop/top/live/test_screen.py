@@ -410,7 +410,9 @@ def test_modes_that_do_not_count_say_so(lab: Lab, agent: Agent) -> None:
         assert not any(column in title for title in titles(screen, "services") for column in ("conn", "/s", "first"))
         table = screen.query_one("#services", Listing)
         position = next(n for n, row in enumerate(lines(screen, "services")) if row[0] == "default/web:http")
-        await pilot.press(*["down"] * position)
+        assert lines(screen, "services")[0][0] == "default/empty:http", "what fails is first"
+        await until(lambda: bool(lines(screen, "backends")), "the first Service with backends is not the chosen one")
+        await pilot.press(*["down"] * (position - table.cursor_row))
         assert table.cursor_row == position
         wanted = {f"{pod.address4}:8080" for pod in lab.pods()}
         await until(lambda: wanted <= {row[0] for row in lines(screen, "backends")}, "backends are not shown")
