@@ -378,7 +378,8 @@ def is_uplink(interface: Interface, patterns: tuple[str, ...], primary: Iterable
         return _matches(interface.name, patterns)
     if interface.default_route or any(address in interface.addresses for address in primary):
         return True
-    return interface.kind in UPLINK_KINDS and any(is_usable(address) for address in interface.addresses)
+    device = interface.kind in UPLINK_KINDS and interface.name != "lo"  # which may have a ClusterIP
+    return device and any(is_usable(address) for address in interface.addresses)
 
 
 def is_usable(address: str) -> bool:

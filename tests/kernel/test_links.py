@@ -122,6 +122,14 @@ def test_addresses_that_the_kernel_sends_from_come_first(namespace: None) -> Non
 
 
 @pytest.mark.root
+def test_loopback_with_the_address_of_a_service_is_no_uplink(namespace: None) -> None:
+    ip("address add 10.96.0.10/32 dev lo")
+    (lo,) = (one for one in read_node().interfaces if one.name == "lo")
+    assert lo.addresses
+    assert not is_uplink(lo, (), ())
+
+
+@pytest.mark.root
 def test_a_peer_in_another_namespace_makes_a_pod(namespace: None) -> None:
     ip("link add v0 type veth peer name w0")
     there = subprocess.Popen(["unshare", "--net", "sh", "-c", "echo; read _"], stdin=-1, stdout=-1, text=True)
