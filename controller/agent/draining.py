@@ -126,7 +126,8 @@ class Draining:
         rest = f"; {described(left.flows, 'ends', 'end')} with it" if any(left.flows.values()) else ""
         began = f"drained for {seconds:.0f} s"
         if left.first is not None:
-            began = f"{began}; it began with {described(left.first)}" if any(left.first.values()) else "is gone at once"
+            first = any(left.first.values())
+            began = f"{began}; it began with {described(left.first)}" if first else "is gone: it had no flows"
         self._announce("Drained", f"mode {name} {began}{rest}")
         try:
             left.programmer.abandon(left.table)

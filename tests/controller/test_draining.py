@@ -140,7 +140,7 @@ def test_the_end_of_a_mode_that_had_no_flow_says_so(
     modes.start("left", TABLE)
     until(lambda: ended, "its end is found")
     modes.end("left")
-    assert told[-1] == ("Drained", "mode left is gone at once")
+    assert told[-1] == ("Drained", "mode left is gone: it had no flows")
 
 
 def test_since_when_it_drains_does_not_change_with_the_next_switch(modes: Draining, left: Mode) -> None:
