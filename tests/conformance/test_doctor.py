@@ -1963,18 +1963,19 @@ LEGACY = ("-s", "192.168.77.0/24", "-p", "tcp", "--dport", "8080", "-j", "DROP")
 def test_a_set_of_addresses_that_the_firewall_drops(clinic: Clinic, elements: str, mode: str) -> None:
     with clinic.rules("node", SETS.format(elements)):
         code, found = clinic.doctor(*FROM_OUTSIDE)
-    told = [each.text for each in found.findings if each.cause == "firewall"]
+    reported = [each.text for each in found.findings if each.cause == "firewall"]
     # In the one mode the node's own connections go to backends, in the other a program sends the packets on.
     met = "192.168" in elements and mode not in ("userspace", "ebpf")
     said = "on the way of 192.168.77.1 is `ip saddr @blocked(192.168.77.1) drop` in chain c of table inet somebody"
-    assert (code, told) == (0, [said] * met)
+    assert (code, reported) == (0, [said] * met)
 
 
 @pytest.mark.parametrize("changed", ["", "192.168.78.0/24"], ids=["in", "not-in"])
 def test_a_legacy_rule_about_a_client_outside(clinic: Clinic, changed: str, mode: str) -> None:
     rule = [LEGACY[0], changed or LEGACY[1], *LEGACY[2:]]
-    if clinic.lab.run("node", ["iptables-legacy", "-A", "FORWARD", *rule]).returncode:
-        pytest.skip("this kernel has no legacy tables")
+    made = clinic.lab.run("node", ["iptables-legacy", "-A", "FORWARD", *rule])
+    if made.returncode:
+        pytest.skip(f"iptables-legacy does not work here: {made.stderr}")
     try:
         found = clinic.doctor(*FROM_OUTSIDE)[1]
     finally:

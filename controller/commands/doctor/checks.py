@@ -17,6 +17,7 @@ from hybrid_proxy.controller.commands.doctor.facts import (
     LOST,
     REACHED,
     UNANSWERED,
+    WORST_FIRST,
     Cause,
     Diagnosis,
     Finding,
@@ -56,7 +57,6 @@ from hybrid_proxy.dataplane.table import Backend, Kind, Masquerade, WhenEmpty, f
 
 # The node's own facts say this, too, and more recently than the agent.
 LOOKED_AT: Final = frozenset({"other-proxy", "conntrack-full", "empty-services", "forwarding-off", "foreign-nat"})
-MARKS: Final = ("problem", "warning", "ok")
 WITHOUT_FORWARD: Final = frozenset({"userspace", "ipvs"})  # modes whose packets do not pass FORWARD
 # What hits some Services or pods: of the node it comes last.
 OF_SOME: Final = frozenset(
@@ -282,7 +282,7 @@ def _away(node: NodeFacts, facts: ServiceFacts | None = None) -> Iterator[Findin
         rows.setdefault((one.service, one.address), []).append(one)
     for those in rows.values():  # the node's own packets pass another chain than those of pods
         judged = (nat_trouble(one, _serving(node)) for one in those)
-        found, *more = sorted(judged, key=lambda each: MARKS.index(each.mark))
+        found, *more = sorted(judged, key=lambda each: WORST_FIRST.index(each.mark))
         text = "; and ".join((found.details[0], *(each.details[0].partition(" elsewhere, ")[2] for each in more)))
         todo = no_nat(*(one.rule for one in those))
         yield Finding(found.mark, found.subject, text, todo, "" if found.mark == "ok" else found.cause)
@@ -304,8 +304,8 @@ def _reverse_path(facts: NodeFacts) -> Finding:
 def _conntrack(row: Fill, largest: str, lost: dict[str, tuple[int, int]]) -> Finding:
     todo = "raise net.netfilter.nf_conntrack_max (--conntrack-max-per-core)"
     rows = [(what, *lost[name]) for name, what in LOSSES.items() if any(lost.get(name, ()))]
-    told = ", ".join(f"{what}: {total} ({now} just now)" for what, total, now in rows)
-    more = f"; since the boot {told}" * bool(rows)
+    losses = ", ".join(f"{what}: {total} ({now} just now)" for what, total, now in rows)
+    more = f"; since the boot {losses}" * bool(rows)
     for each in fill_trouble("conntrack", "conntrack-full", "conntrack", row, todo):
         user = f"; {largest}" if largest else ""
         return Finding(each.mark, each.subject, f"{each.details[0]}{user}{more}", todo, each.cause)

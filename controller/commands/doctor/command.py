@@ -15,7 +15,7 @@ import msgspec
 from hybrid_proxy.controller.commands.columns import Cell, Column, Screen, Tone, Value, folded, layout, painted
 from hybrid_proxy.controller.commands.command import Command, add_admin, add_folders, add_output
 from hybrid_proxy.controller.commands.doctor.checks import diagnose, in_short, node_findings, service_findings
-from hybrid_proxy.controller.commands.doctor.facts import CAUSES, Diagnosis, Finding
+from hybrid_proxy.controller.commands.doctor.facts import CAUSES, WORST_FIRST, Diagnosis, Finding
 from hybrid_proxy.controller.commands.explain import ask_agent, named_target, packets_of, target
 from hybrid_proxy.controller.commands.names import asked_for, at_address
 from hybrid_proxy.controller.commands.terminal import print_lines, print_value, screen
@@ -67,7 +67,7 @@ def run(args: argparse.Namespace) -> int:
     name, own = "node", findings
     if several:
         name, own = f"namespace {args.namespace}", [in_short(each, node.facts) for each in services]
-        own.sort(key=lambda found: ("problem", "warning", "ok").index(found.mark))
+        own.sort(key=lambda found: WORST_FIRST.index(found.mark))
     elif services:
         name, own = services[0].asked, list(service_findings(services[0], node.facts))
     tried = [one for service in services for one in service.tried]

@@ -13,6 +13,7 @@ from hybrid_proxy.dataplane.firewall_rules import Rule, Taken
 from hybrid_proxy.dataplane.reports import BackendRow, Ejection, ExplainAnswer, Fill, PacketEvent, ServiceRow
 
 Mark = Literal["ok", "warning", "problem", "unknown"]
+WORST_FIRST: tuple[Mark, ...] = ("problem", "warning", "ok")
 Place = Literal["node", "pod"]
 Outcome = Literal[
     "answered", "accepted", "mute", "stalled", "closed", "reset", "refused", "unreachable", "silent", "sent", "failed"

@@ -86,7 +86,7 @@ def at_node(asked: Agent, cgroup: str | None) -> Node:
         ),
         empty=tuple(sorted({row.name or row.frontends[0] for row in rows if not row.backends and row.frontends})),
         ejections=tuple(here.agent.ejections) if here and here.agent else (),
-        down=_read(lambda: tuple(link_of(pod, ()) for pod in pods if pod.down))[0] or (),
+        down=_read(lambda: tuple(link_of(pod, (), interfaces) for pod in pods if pod.down))[0] or (),
         beside=_read(lambda: tuple(text for _, view in views for text in view.shared_hooks(cgroup)))[0] or (),
         changes=tuple(changes),
         held=interfaces.held,

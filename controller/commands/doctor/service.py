@@ -104,7 +104,7 @@ def _with_connections(args: argparse.Namespace, services: Sequence[ServiceFacts]
         attempts |= dict.fromkeys(mine)
     ends = set().union(*backends)
     taking_part = [pod for pod in pods if pod in clients or not ends.isdisjoint(pod.addresses)]
-    before = {pod: link_of(pod, own) for pod in taking_part if attempts}
+    before = {pod: link_of(pod, own, interfaces) for pod in taking_part if attempts}
     before_all = _events(args.admin_socket, NO_EVENT) if node.facts.agent and attempts else None
     guarded = list(dict.fromkeys((*clients, *taking_part)))[:MOST_BACKENDS]
     rules, rules_unknown = rules_here(guarded, source) if attempts else ((), "")
@@ -117,7 +117,7 @@ def _with_connections(args: argparse.Namespace, services: Sequence[ServiceFacts]
     others = [Origin("pod", pod.path, pod.addresses) for pod in pods if pod not in clients]
     second = _by_another_pod(tried.values(), attempts, others)
     again = try_all(second, args.timeout) if second else {}
-    after = {pod: link_of(pod, own) for pod in before}
+    after = {pod: link_of(pod, own, interfaces) for pod in before}
     counters = counted(rules, rules_here(guarded, source)[0]) if any(rule.packets is not None for rule in rules) else {}
     made = (*tried.values(), *syns.values(), *again.values())
     own_ends = frozenset(socket_text(each.source, each.client_port) for each in made)

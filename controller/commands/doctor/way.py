@@ -26,7 +26,7 @@ PEERS: Final = 3  # to which a packet of an endpoint shall be forwarded
 VIRTUAL: Final = frozenset({"vxlan", "geneve"})  # whose neighbours the CNI plugin writes itself, for good
 
 
-def link_of(pod: Pod, own: Sequence[str]) -> PodLink:
+def link_of(pod: Pod, own: Sequence[str], here: links.Node) -> PodLink:
     """Read MTUs and drops of a pod's link, and which queues are full in it; `own` are the node's addresses."""
     address, sends, drops, down, full = next(iter(pod.addresses), ""), 0, 0, "", dict[int, int]()
     others = [each for each in own if each not in pod.addresses]
@@ -40,7 +40,7 @@ def link_of(pod: Pod, own: Sequence[str]) -> PodLink:
             sends = namespaces.packet_size(node) if node else 0
             full = full_queues()
     if pod.down == "node":
-        at_bridge = any(each.name == pod.interface and each.master for each in links.read_node().interfaces)
+        at_bridge = any(each.name == pod.interface and each.master for each in here.interfaces)
         routes = (f"ip route replace {each} dev {pod.interface}" for each in pod.addresses if not at_bridge)
         down = " && ".join((f"ip link set {pod.interface} up", *routes))
     return PodLink(pod.interface, pod.addresses, pod.mtu, sends, drops, full, down, pod.path)

@@ -46,3 +46,10 @@ def stage(mode: str, measurable: None) -> Iterator[Stage]:
         agent.terminate()
         cleaned = agent.cleanup()
         assert cleaned.returncode == 0, cleaned.stderr
+
+
+@pytest.fixture
+def translating(mode: str) -> None:
+    """The mode has the clients' SYNs answered by backends."""
+    if mode == "userspace":
+        pytest.skip("mode userspace answers SYNs itself: its relay listens on the node")

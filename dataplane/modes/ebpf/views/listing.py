@@ -125,7 +125,7 @@ def _addresses(maps: Maps, names: Names) -> Addresses:
 def _services(maps: Maps, names: Names) -> list[ServiceRow]:
     rows = []
     table = maps["services"].view(layout.dtype_of("service"))
-    bits, (backends, out, chosen, failures) = layout.abi_constants(), _chosen(maps)
+    bits, (backends, out, chosen, failures, _) = layout.abi_constants(), _chosen(maps)
     drops, owners = bits["SERVICE_DROP_SET0"], backends["service"]
     first, here = (backends["flags"] & bits[name] != 0 for name in ("BACKEND_SET0", "BACKEND_LOCAL"))  # rings repeat
     masks = (first, chosen & here, out, out | (failures > 0))
@@ -155,23 +155,24 @@ def _services(maps: Maps, names: Names) -> list[ServiceRow]:
     return sorted(rows, key=lambda row: (row.name or "", row.frontends))
 
 
-def _chosen(maps: Maps) -> tuple[NDArray[Any], NDArray[np.bool_], NDArray[np.bool_], NDArray[Any]]:
-    """Returns backends, which are ejected, which others are in a backend set, and how often those failed, lately."""
+def _chosen(maps: Maps) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any], NDArray[Any], dict[int, FailureHistory]]:
+    """Returns backends, which are ejected, which others are in a set, how often those failed lately, and how."""
     table, flags = maps["backends"].view(layout.dtype_of("backend")), layout.abi_constants()
     ejected = table["flags"] & flags["BACKEND_EJECTED"] != 0
     chosen = ~ejected & (table["flags"] & (flags["BACKEND_SET0"] | flags["BACKEND_SET1"]) != 0)
     failures = np.where(chosen, table["failures"], 0)
-    if failures.any():
-        failures[[number for number, row in histories(maps).items() if row.is_over(time.time())]] = 0
-    return table, ejected, chosen, failures
+    known = histories(maps) if failures.any() else {}
+    now = time.time()
+    failures[[number for number, row in known.items() if row.is_over(now)]] = 0
+    return table, ejected, chosen, failures, known
 
 
 def failing_ports(maps: Maps, names_of: Callable[[], Names]) -> tuple[list[str], list[Ejection]]:
     """Returns the service ports whose backends all fail, and the other backends that failed twice in a row, lately."""
-    table, ejected, chosen, failures = _chosen(maps)
+    table, ejected, chosen, failures, known = _chosen(maps)
     if not (failures.any() or ejected.any()):
         return [], []
-    names, now, known = names_of(), time.time(), histories(maps)
+    names, now = names_of(), time.time()
     bad, good = (table["service"][those] for those in (ejected | (failures > 0), chosen & (failures == 0)))
     all_fail = {names[number] for number in np.setdiff1d(bad, good).tolist() if number in names}
     few = [(number, names.get(int(table["service"][number]))) for number in np.flatnonzero(failures > 1).tolist()]

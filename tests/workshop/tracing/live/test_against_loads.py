@@ -38,10 +38,9 @@ def test_a_destination_without_a_service_can_be_measured(stage: Stage) -> None:
     assert (row["service"], row["connections"], row["answered"]) == (target, 40, 40)
 
 
+@pytest.mark.usefixtures("translating")
 def test_node_ports_count_with_masqueraded_clients(stage: Stage) -> None:
     """From outside to the node's own address: source and destination change, and the answers are still found."""
-    if stage.mode == "userspace":
-        pytest.skip("mode userspace answers SYNs itself: its relay listens on the node")
     path = stage.agent.manifests / "web.yaml"
     before = path.read_text()
     path.write_text(
@@ -59,10 +58,9 @@ def test_node_ports_count_with_masqueraded_clients(stage: Stage) -> None:
     assert (row["service"], row["connections"], row["answered"]) == ("default/web:http", 30, 30)
 
 
+@pytest.mark.usefixtures("translating")
 @pytest.mark.parametrize("family", [4], ids=["v4"])
 def test_answers_are_counted_by_backend(stage: Stage, family: int) -> None:
-    if stage.mode == "userspace":
-        pytest.skip("mode userspace answers SYNs itself: its relay listens on the node")
     with stage.traced("--latency") as report:
         tally = stage.load("connections", WEB[family], count=90)
         own = stage.load("connections", WEB[family], "node", count=30)
@@ -85,10 +83,9 @@ def test_answers_are_counted_by_backend(stage: Stage, family: int) -> None:
     assert all(one["max_ns"] <= longest for one in row["backends"]), "the client waits longer than the node sees"
 
 
+@pytest.mark.usefixtures("translating")
 def test_an_answer_counts_where_the_flow_got_another_port(stage: Stage) -> None:
     """Direct connections have the client's port to all backends: a flow of that port cannot keep it."""
-    if stage.mode == "userspace":
-        pytest.skip("mode userspace answers SYNs itself: its relay listens on the node")
     if stage.mode == "ebpf":
         stage.agent.wait(lambda status: status.dataplane.ebpf.fast_path == "always", what="past the stack from the SYN")
     stage.load("connections", WEB[4], count=30)  # from now on, connections to these backends begin past the stack
@@ -104,9 +101,8 @@ def test_an_answer_counts_where_the_flow_got_another_port(stage: Stage) -> None:
     assert (row["connections"], row["answered"], row["unanswered"]) == (1, 1, 0)
 
 
+@pytest.mark.usefixtures("translating")
 def test_connections_without_an_answer_show(stage: Stage) -> None:
-    if stage.mode == "userspace":
-        pytest.skip("mode userspace answers SYNs itself: its relay listens on the node")
     clients = []
     stage.drop_in("pod4", "tcp sport 80", "input")  # answers are lost behind the node: it saw them
     for pod in ("pod1", "pod2", "pod3"):
@@ -130,11 +126,10 @@ def test_connections_without_an_answer_show(stage: Stage) -> None:
     assert set(silent) <= {f"{stage.lab[pod].address4}:8080" for pod in ("pod1", "pod2", "pod3")}
 
 
+@pytest.mark.usefixtures("translating")
 @pytest.mark.parametrize("by", ["backend", "node"])
 def test_refused_connections_are_not_unanswered(stage: Stage, by: str) -> None:
     """By a reset of each backend, or of the node, where a Service has no endpoint."""
-    if stage.mode == "userspace":
-        pytest.skip("mode userspace answers SYNs itself: its relay listens on the node")
     service, address = ("default/web", "10.96.0.10") if by == "backend" else ("default/empty", "10.96.0.99")
     for pod in ("pod1", "pod2", "pod3"):
         stage.drop_in(pod, "tcp dport 8080", "input", how="reject with tcp reset")
@@ -174,10 +169,9 @@ def test_drops_have_the_kernels_reason_and_the_services_name(stage: Stage, famil
     assert {row["reason"] for row in rows} <= {"NETFILTER_DROP", "not reported by this kernel"}
 
 
+@pytest.mark.usefixtures("translating")
 def test_what_pods_drop_by_their_own_rules_has_their_names(stage: Stage) -> None:
     """And another host of this machine, which drops the answers that it gets, is none of this node's."""
-    if stage.mode == "userspace":
-        pytest.skip("mode userspace answers SYNs itself: its relay listens on the node")
     pods = [stage.lab[name] for name in ("pod1", "pod2", "pod3")]
     for place, rule in (*((pod.name, "tcp dport 8080") for pod in pods), ("client", "udp sport 53")):
         stage.drop_in(place, rule, "input")
@@ -327,10 +321,9 @@ def test_a_flow_that_is_closed_ends_the_following(stage: Stage) -> None:
     assert report["points"]
 
 
+@pytest.mark.usefixtures("translating")
 def test_one_of_many_refused_connections_is_followed_alone(stage: Stage) -> None:
     """Resets of SYNs have no numbers of their own, and the kernel uses the memory of one for the next."""
-    if stage.mode == "userspace":
-        pytest.skip("mode userspace answers SYNs itself: its relay listens on the node")
     for pod in ("pod1", "pod2", "pod3"):
         stage.drop_in(pod, "tcp dport 8080", "input", how="reject with tcp reset")
     stop = threading.Event()
