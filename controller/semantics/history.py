@@ -111,19 +111,17 @@ def folded(rows: Iterable[ChangeRow]) -> list[ChangeRow]:
     Endpoints of a Service are added and removed in turns. Anything else about it, or about the node, that happens in
     between keeps rows apart: a link that is down, up and down again.
     """
-    found: list[ChangeRow] = []  # rows of one moment stay in the order in which they came
+    found: dict[int, ChangeRow] = {}  # by the place of the last one; those of one moment stay in their order
     newest: dict[tuple[str | bool, ...], int] = {}  # the places of those that others may be joined to
-    for row in sorted(rows, key=lambda each: each.first):
+    for place, row in enumerate(sorted(rows, key=lambda each: each.last)):
         about = row.key if row.kind in ("endpoints", "ejection") else row.key[:2]
         gap = LONGEST_ROW if row.kind == "ejection" else FOLD_SECONDS
-        last = found[newest[about]] if about in newest else None
+        last = found.get(newest.get(about, place))
         near = last and row.first - last.last < gap and row.first - last.first < LONGEST_ROW
-        if last is not None and last.key == row.key and near:
-            found[newest[about]] = joined(last, row)
-        else:
-            newest[about] = len(found)
-            found.append(row)
-    return sorted(found, key=lambda each: each.last)
+        same = last is not None and last.key == row.key and near
+        found[place] = joined(found.pop(newest[about]), row) if same else row
+        newest[about] = place
+    return list(found.values())
 
 
 def change_of(

@@ -221,7 +221,7 @@ def deleted(clinic: Clinic) -> Iterator[None]:
         until(lambda: said in last_known(FIRST, read_changes(path), time.time()), said)
 
     clinic.put("pod1", name=FIRST)
-    is_written("ready: ")  # the incident before this one may have deleted it as well
+    is_written(" ago: ready: ")  # the incident before this one may have deleted it as well
     clinic.remove(FIRST)
     is_written("it was deleted")
     yield
@@ -1427,7 +1427,7 @@ def test_the_status_tells_at_once_that_a_default_route_is_gone(clinic: Clinic) -
     halves = [(half, *routes[0][1:]) for half in ("0.0.0.0/1", "128.0.0.0/1")]
     try:
         clinic.run("node", "ip", "route", "del", *routes[0])
-        status = clinic.agent.wait(lambda status: status.lost_routes, 2)
+        status = clinic.agent.wait(lambda status: status.lost_routes and status.synced, 2)
         found = clinic.doctor()[1]
         for others in ([routes[1]], [("default", *several)], halves):
             for route in others:

@@ -164,6 +164,20 @@ def test_rows_of_one_moment_stay_in_their_order_whatever_came_before(tmp_path: P
     assert [row.what for row in folded(rows)] == ["x", "y", "x"]
 
 
+def test_a_service_that_is_deleted_twice_in_a_second_is_deleted_in_the_end(tmp_path: Path) -> None:
+    """The row of the first deletion began before what else the second one changed."""
+    path, made, gone = tmp_path / "changes", service(), Shards[tuple[Entry, ...]]()
+    history, there = History(path), gone.replaced({NAME: entries(A)})
+    history.programmed(table(1, gone, frozenset()))
+    for number, named in enumerate(((), (A,))):  # the slice goes first, and then the Service
+        before = number * 2 + 2
+        history.programmed(table(before, there, frozenset({NAME})))
+        ended = table(before + 1, gone, frozenset({NAME}))
+        history.programmed(ended, "", {NAME: (made, None)}, lambda _, named=named: named)
+    history.flush()
+    assert folded(read_changes(path))[-1].what == DELETED
+
+
 def test_of_endpoints_in_one_row_the_newest_comes_first():
     """Who is there in the end: one is replaced by another, and put back."""
     ways = [("gone", B), ("ready", C), ("gone", C), ("ready", B)]
