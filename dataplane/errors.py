@@ -50,7 +50,6 @@ class Unsupported(DataplaneError):
 
     def __init__(self, feature: str, missing: str) -> None:
         super().__init__(f"{feature}: {missing}")
-        self.feature = feature
         self.missing = missing
 
 

@@ -38,7 +38,7 @@ from hybrid_proxy.dataplane.errors import DataplaneError, Unsupported
 from hybrid_proxy.dataplane.kernel import conntrack, links, namespaces, sysctl
 from hybrid_proxy.dataplane.mode import ProbePacket, Programmer, belongs
 from hybrid_proxy.dataplane.reports import ExplainAnswer, ExplainStep
-from hybrid_proxy.dataplane.table import Entry, Kind, Protocol, ServiceTable
+from hybrid_proxy.dataplane.table import Kind, Protocol, ServiceTable
 from hybrid_proxy.dataplane.timings import START
 
 # Without a table, commands know more from what the agent before left (`serving.memory`).
@@ -308,13 +308,12 @@ def _of_table(table: ServiceTable, service: str | None, packets: Sequence[Packet
     unknown = service is not None and not any(belongs(entry.name, service) for entry in entries)
     known = [*table.services, *(e.name for e in table.entries([(service or "").partition(":")[0]]))] if unknown else []
     node_ports_at = [*table.node.node_port_addresses, *table.node.loopback]
-    return p.TableAnswer([_table_port(entry) for entry in entries], verdicts, known, node_ports_at=node_ports_at)
-
-
-def _table_port(entry: Entry) -> p.TablePort:
-    path = entry.probe.path if entry.probe else None
-    protocol, seconds = entry.protocol.name, entry.affinity_seconds
-    return p.TablePort(entry.name, entry.family, protocol, entry.frontends, entry.backend_sets, path, seconds)
+    ports = [
+        p.TablePort(e.name, e.family, e.protocol.name, e.frontends, e.backend_sets, path, e.affinity_seconds)
+        for e in entries
+        for path in [e.probe.path if e.probe else None]
+    ]
+    return p.TableAnswer(ports, verdicts, known, node_ports_at=node_ports_at)
 
 
 def _is_heard(address: str, service: Service) -> bool:

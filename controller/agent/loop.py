@@ -81,6 +81,9 @@ def run(followed: Followed) -> int:
     """Serve until SIGTERM or SIGINT; the exit code."""
     config = followed.loaded.config
     start_logging(config)
+    if config.task == "prepare":  # what needs root, and no more (kube-proxy's --init-only)
+        prepare(config)
+        return 0
     for warning in config.warnings:
         log.warning("%s", warning)
     agent = Agent(followed)
@@ -89,13 +92,6 @@ def run(followed: Followed) -> int:
             number, lambda got, _: agent.queue.put(partial(agent.end, f"it was stopped by {signal.Signals(got).name}"))
         )
     return agent.run()
-
-
-def prepare_node(config: Config) -> int:
-    """Set what needs root, and no more (kube-proxy's --init-only)."""
-    start_logging(config)
-    prepare(config)
-    return 0
 
 
 def _source_of(config: Config) -> Source:
@@ -107,12 +103,11 @@ def _source_of(config: Config) -> Source:
     from hybrid_proxy.controller.kubernetes.apiserver import Kubernetes
     from hybrid_proxy.controller.kubernetes.rate_limit import RateLimit
 
-    rate_limit = RateLimit(config.api_rate, config.api_burst)
     return Kubernetes(
         config.settings.node_name,
         kubeconfig=config.kube_proxy.client_connection.kubeconfig or None,
         master=config.master,
-        rate_limit=rate_limit,
+        rate_limit=RateLimit(config.api_rate, config.api_burst),
         proxy_name=config.settings.proxy_name or None,
     )
 

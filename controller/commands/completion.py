@@ -27,7 +27,8 @@ def _show(args: argparse.Namespace) -> int:
 def answer(root: argparse.ArgumentParser, commands: Iterable[argparse.ArgumentParser]) -> None:
     """Answer a shell that completes a command line, and exit; `commands` are the parsers below the root."""
     completers: dict[str, Callable[..., Iterable[str]]] = {
-        "service": _services, "namespace": _namespaces, "mode": lambda **_: sorted(available_modes()),
+        "service": _services, "mode": lambda **_: sorted(available_modes()),
+        "namespace": lambda parsed_args, **_: sorted({port.partition("/")[0] for port in _known(parsed_args)}),
     }  # fmt: skip
     for command in commands:
         for action in command._actions:  # noqa: SLF001 - argparse has no public name for it
@@ -43,10 +44,6 @@ def _services(prefix: str, parsed_args: argparse.Namespace, **_: object) -> list
     if namespace := parsed_args.namespace:
         names = [name.removeprefix(f"{namespace}/") for name in names if name.startswith(f"{namespace}/")]
     return sorted(set(names))
-
-
-def _namespaces(parsed_args: argparse.Namespace, **_: object) -> list[str]:
-    return sorted({port.partition("/")[0] for port in _known(parsed_args)})
 
 
 def _known(args: argparse.Namespace) -> list[str]:

@@ -83,8 +83,6 @@ def _run(args: argparse.Namespace) -> int:
     START.imported()
     if config.task == "cleanup":
         return cleanup(config)
-    if config.task == "prepare":
-        return loop.prepare_node(config)
     return loop.run(Followed(path, flags, loaded))
 
 

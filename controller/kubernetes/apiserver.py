@@ -61,7 +61,6 @@ from hybrid_proxy.controller.kubernetes.retry import SETTLED, Backoff, RetryPoli
 from hybrid_proxy.controller.kubernetes.source_health import CHECK_SECONDS, SourceHealth
 from hybrid_proxy.controller.kubernetes.watch import (
     ListPage,
-    ObjectHead,
     WatchEvent,
     decode_head,
     decode_line,
@@ -527,8 +526,12 @@ class _Reflector:
             return
         if gone:
             self._objects.forget(key, received)
+        elif isinstance(obj := _decode_one(self._resource, event.object), Refused):
+            self._objects.refuse(key, str(obj))
+        elif isinstance(obj, Ignored):
+            self._objects.ignore(key, received)
         else:
-            self._upsert(key, event.object, head, received)
+            self._objects.upsert(key, obj, received, head.triggered)
         self._version = version or self._version
 
     def _gather(self, event: WatchEvent, initial: ObjectSet) -> None:
@@ -553,15 +556,6 @@ class _Reflector:
             key = key_of(obj)
             initial.clear(key)
             initial.put(key, self._objects.renewed(key, obj))
-
-    def _upsert(self, key: str, raw: msgspec.Raw, head: ObjectHead, received: float) -> None:
-        obj = _decode_one(self._resource, raw)
-        if isinstance(obj, Refused):
-            self._objects.refuse(key, str(obj))
-        elif isinstance(obj, Ignored):
-            self._objects.ignore(key, received)
-        else:
-            self._objects.upsert(key, obj, received, head.triggered)
 
 
 # ------------------------------------------------------------------------------------------- small things
@@ -617,20 +611,9 @@ def _expected(error: Exception) -> bool:
     """Whether this can happen with correct programs on both sides."""
     from urllib3.exceptions import HTTPError
 
-    kinds = (
-        StatusError,
-        _GoneError,
-        _EndedError,
-        _PagesError,
-        UnusableError,
-        UnicodeDecodeError,
-        RecursionError,
-        OSError,
-        HTTPError,
-        http.client.HTTPException,
-        msgspec.MsgspecError,
-    )
-    return isinstance(error, kinds)
+    ours = StatusError, _GoneError, _EndedError, _PagesError, UnusableError
+    read = UnicodeDecodeError, RecursionError, msgspec.MsgspecError
+    return isinstance(error, (*ours, *read, OSError, HTTPError, http.client.HTTPException))
 
 
 def _sort(error: Exception) -> str:

@@ -148,12 +148,13 @@ class Recorder:
         # A node's uid is its name, as kubelet and kube-proxy have it, or `kubectl describe node` would not show it.
         about = {"namespace": namespace, "kind": "Service"} if occurrence.service else {"uid": whose, "kind": "Node"}
         self._last_name = max(time.time_ns(), self._last_name + 1)
-        name = f"{whose}.{_digest(occurrence) if occurrence.once else f'{self._last_name:x}'}"
+        what = "/".join((occurrence.kind, occurrence.reason, occurrence.action, occurrence.note))
+        ending = sha256(what.encode()).hexdigest()[:16] if occurrence.once else f"{self._last_name:x}"
         place = f"/apis/events.k8s.io/v1/namespaces/{namespace}/events"
         body = {
             "apiVersion": "events.k8s.io/v1",
             "kind": "Event",
-            "metadata": {"name": name, "namespace": namespace},
+            "metadata": {"name": f"{whose}.{ending}", "namespace": namespace},
             "eventTime": f"{occurrence.at:%Y-%m-%dT%H:%M:%S.%fZ}",  # RFC 3339 with microseconds, metav1.MicroTime
             "reportingController": CONTROLLER,
             "reportingInstance": self._instance,
@@ -189,11 +190,6 @@ class Recorder:
                 return False
         log.warning("an event was dropped, the API server does not take it: %s", problem)
         return False
-
-
-def _digest(occurrence: _Occurrence) -> str:
-    text = "/".join((occurrence.kind, occurrence.reason, occurrence.action, occurrence.note))
-    return sha256(text.encode()).hexdigest()[:16]
 
 
 def _shortened(note: str) -> str:

@@ -95,19 +95,14 @@ def _documents(content: bytes, is_json: bool, shown: str, proxy_name: str | None
     found: list[_Document] = []
     foreign = 0
     for kind, version, value, place in _objects(content, is_json, shown):
-        if _is_ours(kind, version):
+        # `Service` and `Node` of another API group are something else.
+        if kind in _VERSIONS and version.rpartition("/")[0] in ("", _VERSIONS[kind][0]):
             found.append(_document(kind, version, value, place, proxy_name))
         else:
             foreign += 1
         if len(found) + foreign > _MAX_OBJECTS:
             raise _BrokenError(f"more than {_MAX_OBJECTS:,} objects, which is the limit of a file")
     return _Content(tuple(found), foreign)
-
-
-def _is_ours(kind: str, version: str) -> bool:
-    """A kind that is read here; `Service` and `Node` of another API group are something else."""
-    group = version.rpartition("/")[0]
-    return kind in _VERSIONS and group in ("", _VERSIONS[kind][0])
 
 
 def _document(kind: str, version: str, value: object, place: str, proxy_name: str | None) -> _Document:
@@ -154,7 +149,11 @@ def _unpacked(
         fields = {"kind": head.kind, "apiVersion": head.api_version, "items": head.items}
     if not isinstance(fields, dict):
         raise _BrokenError(f"{place} is not an object, it has no fields")
-    kind, version = _kind_of(fields.get("kind"), fields.get("apiVersion"), place, kind, version)
+    kind, version = fields.get("kind") or kind, fields.get("apiVersion") or version
+    if not isinstance(kind, str) or not kind:
+        raise _BrokenError(f"{place} has no kind")  # perhaps half a file: do not take it for an empty one
+    if not isinstance(version, str):
+        raise _BrokenError(f"{place} has an apiVersion that is no text")
     if not kind.endswith("List"):
         yield kind, version, value, place
         return
@@ -173,15 +172,6 @@ def _of_json(raw: msgspec.Raw, kind: Any, place: str) -> Any:
         return msgspec.json.decode(raw, type=kind)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise _BrokenError(f"{place} is not an object in JSON: {error}") from None
-
-
-def _kind_of(kind: object, version: object, place: str, default: str, default_version: str) -> tuple[str, str]:
-    kind, version = kind or default, version or default_version
-    if not isinstance(kind, str) or not kind:
-        raise _BrokenError(f"{place} has no kind")  # perhaps half a file: do not take it for an empty one
-    if not isinstance(version, str):
-        raise _BrokenError(f"{place} has an apiVersion that is no text")
-    return kind, version
 
 
 # ------------------------------------------------------------------------------------ a folder, to a snapshot

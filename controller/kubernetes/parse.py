@@ -231,12 +231,7 @@ _NO_SPEC, _NO_NODE_SPEC = _ServiceSpec(), _NodeSpec()
 
 
 class _BadError(Exception):
-    """A field that cannot be used: a complaint, or `Refused` where the object's key is known."""
-
-    def __init__(self, field: str, problem: str) -> None:
-        super().__init__(field, problem)
-        self.field = field
-        self.problem = problem
+    """A field that cannot be used, and why: a complaint, or `Refused` where the object's key is known."""
 
 
 def _fail(field: str, problem: str) -> NoReturn:
@@ -258,7 +253,7 @@ class _Complaints(list[str]):
         try:
             return read(*given, **named)
         except _BadError as error:
-            self.add(error.field, error.problem)
+            self.add(*error.args)
             return instead
 
     def each(self, read: Callable[[Any, str], _Read], items: Iterable[Any] | None, field: str) -> list[_Read]:
@@ -801,7 +796,7 @@ def decode(kind: str, given: object, proxy_name: str | None = None) -> Object | 
         other = _of_another_proxy(wire, proxy_name) if kind == "Service" else None
         return build(wire) if other is None else other
     except _BadError as error:
-        raise Refused(kind, _key_of(kind, _untyped(given)), error.field, error.problem) from None
+        raise Refused(kind, _key_of(kind, _untyped(given)), *error.args) from None
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise _refusal(kind, error, _untyped(given)) from error
 
@@ -833,12 +828,8 @@ _AT: Final = r"(?s)(?P<what>.*?) - at (?P<key>`key` in )?`\$\.?(?P<path>[^`]*)`$
 _EXPECTED: Final = r"Expected `(?P<types>[^`]+)`, got `[^`]+`"
 _STEP: Final = r"\[(\d+)\]|\.?([^.\[\]]+)"
 _TYPE_NAMES: Final = {
-    "int": "a whole number",
-    "str": "a text",
-    "bool": "true or false",
-    "array": "a list",
-    "object": "a mapping",
-}
+    "int": "a whole number", "str": "a text", "bool": "true or false", "array": "a list", "object": "a mapping",
+}  # fmt: skip
 
 
 def _refusal(kind: str, error: Exception, document: object) -> Refused:

@@ -136,7 +136,7 @@ def resolve(given: Given) -> Config:
     moved = BESIDE_KUBE_PROXY if ours.service_proxy_name else {}
     config = Config(
         settings=Settings(
-            node_name=kube.hostname_override or _hostname(),
+            node_name=kube.hostname_override or os.uname().nodename.strip().lower(),
             detect=kube.detect_local_mode,
             cluster_cidrs=kube.cluster_cidr,
             pod_interface=_pod_interface(given, kube),
@@ -248,12 +248,6 @@ def _listen(
         return None
     endpoint = msgspec.structs.replace(endpoint, port=endpoint.port or port) if endpoint else default
     return msgspec.structs.replace(endpoint, port=instead.get(endpoint.port, endpoint.port))
-
-
-def _hostname() -> str:
-    from socket import gethostname
-
-    return gethostname().strip().lower()
 
 
 # ------------------------------------------------------------------------------------------------- warnings

@@ -271,7 +271,9 @@ def _of_text(form: Form, text: str) -> Any:
         ValueError: the text cannot be this type; the message has the problem.
     """
     if form.raw is bool:
-        return _boolean(text)
+        if text not in _TRUE | _FALSE:
+            raise ValueError("is not true or false")
+        return text in _TRUE
     if form.raw is int:
         if not re.fullmatch(r"-?[0-9]{1,10}", text, re.ASCII):
             raise ValueError(form.mismatch())
@@ -286,12 +288,6 @@ def _of_text(form: Form, text: str) -> Any:
     if form.raw == dict[str, bool]:
         return dict(_gate(item) for item in items(text))
     return text
-
-
-def _boolean(text: str) -> bool:
-    if text not in _TRUE | _FALSE:
-        raise ValueError("is not true or false")
-    return text in _TRUE
 
 
 def _gate(item: str) -> tuple[str, bool]:

@@ -44,7 +44,6 @@ from hybrid_proxy.dataplane.unmet import Unmet
 
 log = logging.getLogger(__name__)
 
-TABLES: Final = tuple(f"{family.name} {TABLE}" for family in FAMILIES.values())
 TRIAL: Final = f"{TABLE}-trial"
 END_SECONDS: Final = 5.0
 STATUS_SECONDS: Final = 5.0
@@ -71,10 +70,7 @@ class Userspace(NetfilterMode):
     writes = "the relay or its rules"
 
     def __init__(
-        self,
-        options: Options,
-        request_maintenance: RequestMaintenance,
-        clock: Callable[[], float] = time.monotonic,
+        self, options: Options, request_maintenance: RequestMaintenance, clock: Callable[[], float] = time.monotonic
     ) -> None:
         reason = probe(options)
         if reason:

@@ -99,7 +99,7 @@ def _bind_as(made: socket.socket, family: int, client: str, *, datagrams: bool) 
     made.setsockopt(*TRANSPARENT[family], 1)
     if not datagrams:
         made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # one port for several backends
-    for port in _ports_to_try():
+    for port in (*(random.randint(*OWN_PORTS) for _ in range(_TRIES)), 0):
         try:
             made.bind((client, port))
         except OSError as error:
@@ -107,12 +107,6 @@ def _bind_as(made: socket.socket, family: int, client: str, *, datagrams: bool) 
                 raise
         else:
             return
-
-
-def _ports_to_try() -> Iterator[int]:
-    for _ in range(_TRIES):
-        yield random.randint(*OWN_PORTS)
-    yield 0
 
 
 def resetting(sock: socket.socket) -> None:
