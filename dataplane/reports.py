@@ -124,7 +124,7 @@ class ServiceRow(msgspec.Struct, kw_only=True):
         frontends: The addresses with their port, or `node port 30080` where every address of the node serves it.
         protocol: TCP, UDP or SCTP.
         backends: How many backends pods are sent to.
-        local_backends: How many are on this node; null: the mode does not tell.
+        local_backends: How many are on this node.
         affinity: Whether a client stays with its backend (session affinity ClientIP).
         ejected: How many further backends are ejected.
         failing: How many failed at their last connection, ejected ones included.
@@ -137,9 +137,8 @@ class ServiceRow(msgspec.Struct, kw_only=True):
         scheduler: The IPVS scheduler.
         slots: The size of each backend set's slot range.
         proxy_ports: How many ports the relay listens on for it.
-        traffic: Its traffic; null: not counted.
-        first_packets: First packets of backends, by the longest time of their step of the histogram, in nanoseconds;
-            null: not counted.
+        traffic: Its traffic.
+        first_packets: First packets of backends, by the longest time of their step of the histogram, in nanoseconds.
     """
 
     mode: str = ""
@@ -168,9 +167,9 @@ class BackendRow(msgspec.Struct, kw_only=True):
 
     Attributes:
         mode: The mode that programmed it.
-        service: The service port; null if no agent that knows the name runs.
+        service: The service port.
         address: The address with the port.
-        node: Its node; null: unknown.
+        node: Its node.
         protocol: TCP, UDP or SCTP.
         used: Whether new connections may go there.
         state: A message; for an ejected backend it says until when, and why.
@@ -179,7 +178,7 @@ class BackendRow(msgspec.Struct, kw_only=True):
         conversations: Connections and datagram sessions of the relay to it.
         service_id: The number of the service port in the maps.
         id: The number of the backend in the maps.
-        traffic: Its traffic; null: not counted.
+        traffic: Its traffic.
     """
 
     mode: str = ""
@@ -202,7 +201,7 @@ class FlowRow(msgspec.Struct, kw_only=True):
 
     Attributes:
         mode: The mode that programmed it.
-        service: The service port; null if no agent that knows the name runs.
+        service: The service port.
         protocol: TCP, UDP or SCTP.
         client: The address and port of the client.
         frontend: The address and port that the client sent to.
@@ -240,7 +239,7 @@ class PacketEvent(msgspec.Struct, kw_only=True):
         what: The kind of event. `fail`: a backend failed. `trace`: it was traced on request.
         reason: The name of its counter.
         message: The reason as text.
-        service: The service port, or the service that owns the address; null: unknown.
+        service: The service port, or the service that owns the address.
         protocol: TCP, UDP, SCTP, or the number of another protocol.
         source: The source address and port; of a failure, the client's.
         destination: The destination address and port.
