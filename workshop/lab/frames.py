@@ -8,8 +8,8 @@ import os
 import socket
 import struct
 import subprocess
+from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Self
 
 from hybrid_proxy.dataplane.kernel.bpf import Object, create_link
 
@@ -30,7 +30,7 @@ def set_feature(interface: str, feature: int, *, on: bool) -> None:
         fcntl.ioctl(door, SIOCETHTOOL, struct.pack("16sQ16x", interface.encode(), value.buffer_info()[0]))
 
 
-class Receiver:
+class Receiver(AbstractContextManager["Receiver"]):
     """An XDP program that passes everything, at this interface, so that it takes frames from XDP. A context manager.
 
     The interface is one of the calling thread's namespace when this is made. `link` may be given another program.
@@ -44,9 +44,6 @@ class Receiver:
         self.link = create_link(
             self.loaded.program("take"), socket.if_nametoindex(interface), BPF_XDP, interface, DRIVER_MODE
         )
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()

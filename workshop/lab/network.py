@@ -379,13 +379,8 @@ class Lab:
         place = self.places[name] = self._describe(name)
         settings = {"ipv6/conf/all/accept_dad": 0, "ipv6/conf/default/accept_dad": 0, "ipv6/conf/all/disable_ipv6": 0}
         if name in NODE_NAMES:
-            settings |= {
-                "ipv4/ip_forward": 1,
-                "ipv4/conf/all/rp_filter": 1,
-                "ipv4/conf/default/rp_filter": 1,
-                "ipv6/conf/all/forwarding": 1,
-                "ipv6/conf/default/forwarding": 1,
-            }
+            four = "ipv4/ip_forward", "ipv4/conf/all/rp_filter", "ipv4/conf/default/rp_filter"
+            settings |= dict.fromkeys((*four, "ipv6/conf/all/forwarding", "ipv6/conf/default/forwarding"), 1)
         with namespace.inside(place.namespace):
             self._netlink[name] = IPRoute()
             for key, value in settings.items():

@@ -13,8 +13,9 @@ import socket
 import subprocess
 import sys
 import time
+from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 from urllib.parse import urlsplit
 
 from hybrid_proxy.workshop.lab.network import Lab
@@ -22,7 +23,7 @@ from hybrid_proxy.workshop.lab.network import Lab
 ROOT = Path(__file__).resolve().parents[2]
 
 
-class ApiProcess:
+class ApiProcess(AbstractContextManager["ApiProcess"]):
     """`workshop.lab.apiserver` as a child process.
 
     `kubeconfig` is the path of a kubeconfig for it. Objects are made by `service`, `endpoint_slice` and `node` of
@@ -57,9 +58,6 @@ class ApiProcess:
             self._control.sock = lab.socket("node")
             self._control.sock.connect((self._control.host, self._control.port))
             self._control.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self._control.close()

@@ -8,8 +8,9 @@ import os
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
 from statistics import median
-from typing import Final, Self
+from typing import Final
 
 import numpy as np
 
@@ -50,7 +51,7 @@ def entry(
     return Entry(name, family, protocol, (frontend,), (BackendSet(backends, why="every endpoint"),), backends)
 
 
-class Scraper:
+class Scraper(AbstractContextManager["Scraper"]):
     """Asks for /metrics and /healthz of an agent as Prometheus and the kubelet do, from a thread, until it is closed.
 
     An error is raised at the end. An agent serves both a moment after its first table: to be refused before the first
@@ -67,9 +68,6 @@ class Scraper:
         ]  # fmt: skip
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self._stop.set()

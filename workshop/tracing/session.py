@@ -48,11 +48,6 @@ class Plan(NamedTuple):
     client: bytes | None = None
 
 
-def has_reasons() -> bool:
-    """Tells whether this kernel says why it drops a packet (Linux 5.17)."""
-    return bool(kernel_types.enum_names("skb_drop_reason"))
-
-
 class Session:
     """A measurement. A context manager: the programs are attached on entry and removed on exit.
 
@@ -81,7 +76,8 @@ class Session:
         self._stack.close()
 
     def _open(self) -> None:
-        view, reasons = self.plan.view, has_reasons()
+        # Since Linux 5.17 a kernel says why it drops a packet.
+        view, reasons = self.plan.view, bool(kernel_types.enum_names("skb_drop_reason"))
         fields = {name: kernel_types.offset_of(path) for name, path in FIELDS.items()}
         functions = entries(view, reasons=reasons)
         text = program(view, fields, _SOURCE.read_text(), reasons=reasons)
