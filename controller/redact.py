@@ -45,11 +45,7 @@ _FORMS: Final[tuple[tuple[str, str, str | Callable[[re.Match[str]], str]], ...]]
     (_NAMED, rf"(?P<head>[?&][\w.-]*{_WORD}=)[^\s&#\"']+", _valueless),
     (_NAMED, rf"(?P<head>--[\w-]*{_WORD}[= \t\0]+)(?:{_QUOTED}|(?![\[{{-])[^\s\0\"']+)", _valueless),
     (_NAMED, rf"(?P<head>{_WORD}[\"']\s*:\s*){_QUOTED}", _valueless),
-    (
-        _NAMED,
-        rf"(?P<head>{_WORD}[ \t]*[:=][ \t]*)(?:{_QUOTED}|(?![\[{{\"'])(?:[^\r\n\0\"\\]|\\[^nr])+)",
-        _valueless,
-    ),
+    (_NAMED, rf"(?P<head>{_WORD}[ \t]*[:=][ \t]*)(?:{_QUOTED}|(?![\[{{\"'])(?:[^\r\n\0\"\\]|\\[^nr])+)", _valueless),
     (
         "bearer|basic",
         r"(?i)\b(?P<head>bearer|basic)[ \t]+(?!(?:auth|token|cred)[a-z]*\b)[\w.~+/=-]{6,}",

@@ -180,10 +180,6 @@ def service_answer(service: str, check: HealthCheck, family: int, *, well: bool)
     """
     namespace, _, name = service.partition("/")
     count = check.local_endpoints(family)
-    body = {
-        "service": {"namespace": namespace, "name": name},
-        "localEndpoints": count,
-        "serviceProxyHealthy": well,
-    }
+    body = {"service": {"namespace": namespace, "name": name}, "localEndpoints": count, "serviceProxyHealthy": well}
     headers = (NOSNIFF, ("X-Load-Balancing-Endpoint-Weight", str(count)))
     return Answer(OK if count and well else UNAVAILABLE, msgspec.json.encode(body), JSON, headers)

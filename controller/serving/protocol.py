@@ -416,17 +416,9 @@ class DrainNode(msgspec.Struct, frozen=True, tag_field="command", tag="drain"):
 
 
 LoopRequest = (  # answered by the agent's loop
-    GetStatus
-    | GetNames
-    | GetTraffic
-    | GetTable
-    | RunExplain
-    | FindService
-    | GetEvents
-    | SetTrace
-    | SwitchMode
+    GetStatus | GetNames | GetTraffic | GetTable | RunExplain | FindService | GetEvents | SetTrace | SwitchMode
     | DrainNode
-)
+)  # fmt: skip
 Request = LoopRequest | FindIgnored
 
 
@@ -571,21 +563,9 @@ class FailedAnswer(msgspec.Struct, frozen=True, tag_field="answer", tag="failed"
 
 
 Answer = (
-    StatusAnswer
-    | NamesAnswer
-    | TrafficAnswer
-    | TableAnswer
-    | ExplainAnswers
-    | FoundAnswer
-    | IgnoredAnswer
-    | EventsAnswer
-    | TraceAnswer
-    | StartingAnswer
-    | SwitchAnswer
-    | DrainAnswer
-    | BusyAnswer
-    | FailedAnswer
-)
+    StatusAnswer | NamesAnswer | TrafficAnswer | TableAnswer | ExplainAnswers | FoundAnswer | IgnoredAnswer
+    | EventsAnswer | TraceAnswer | StartingAnswer | SwitchAnswer | DrainAnswer | BusyAnswer | FailedAnswer
+)  # fmt: skip
 
 REQUESTS: Final = msgspec.json.Decoder(Request)
 ANSWERS: Final = msgspec.json.Decoder(Answer)

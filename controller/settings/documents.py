@@ -32,14 +32,7 @@ from hybrid_proxy.controller.settings.forms import (
     known,
 )
 from hybrid_proxy.dataplane.balancing import CHOICES
-from hybrid_proxy.dataplane.options import (
-    EbpfOptions,
-    FlowTimeouts,
-    IpvsOptions,
-    Options,
-    of_ipvs,
-    of_nftables,
-)
+from hybrid_proxy.dataplane.options import EbpfOptions, FlowTimeouts, IpvsOptions, Options, of_ipvs, of_nftables
 from hybrid_proxy.dataplane.settings import (
     AT_ONCE,
     BOOLEAN,

@@ -39,28 +39,10 @@ ALGORITHMS: Final = {
     )
 }
 ALIASES: Final = {
-    "round-robin": "rr",
-    "weighted": "wrr",
-    "least-connections": "lc",
-    "source-hash": "sh",
-    "maglev": "mh",
-}
-SCHEDULERS: Final = (
-    "rr",
-    "wrr",
-    "lc",
-    "wlc",
-    "lblc",
-    "lblcr",
-    "dh",
-    "sh",
-    "sed",
-    "nq",
-    "fo",
-    "ovf",
-    "mh",
-    "twos",
-)  # IPVS's
+    "round-robin": "rr", "weighted": "wrr", "least-connections": "lc", "source-hash": "sh", "maglev": "mh",
+}  # fmt: skip
+# IPVS's
+SCHEDULERS: Final = ("rr", "wrr", "lc", "wlc", "lblc", "lblcr", "dh", "sh", "sed", "nq", "fo", "ovf", "mh", "twos")
 CHOICES: Final = tuple(dict.fromkeys((*ALGORITHMS, *ALIASES, *SCHEDULERS)))  # what users may name; random is first
 # Those that do the same with other means: they compare connections and weights.
 _EQUIVALENT: Final = {"sed": "wlc", "nq": "wlc", "twos": "wlc"}

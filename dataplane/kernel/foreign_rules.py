@@ -21,12 +21,7 @@ from hybrid_proxy.dataplane.kernel import netlink as nl
 from hybrid_proxy.dataplane.kernel.links import GET_RULE, RTA_PRIORITY, read_routes
 from hybrid_proxy.dataplane.kernel.nfnetlink import Nfnetlink, attributes, generation
 from hybrid_proxy.dataplane.kernel.tools import output
-from hybrid_proxy.dataplane.kernel.xtables import (
-    Xtables,
-    XtablesError,
-    legacy_tables_with_rules,
-    legacy_translates,
-)
+from hybrid_proxy.dataplane.kernel.xtables import Xtables, XtablesError, legacy_tables_with_rules, legacy_translates
 
 # linux/netfilter/nf_tables.h
 _GET_CHAIN: Final = 4

@@ -50,17 +50,8 @@ RTA_DST, RTA_SRC, RTA_IIF, RTA_OIF, RTA_GATEWAY, RTA_PRIORITY, RTA_PREFSRC, RTA_
 RTA_TABLE, RTA_VIA = 15, 18
 UNICAST, LOCAL, BROADCAST, BLACKHOLE, MAIN_TABLE, SCOPE_LINK, SCOPE_HOST = 1, 2, 3, 6, 254, 253, 254
 BY_KERNEL, ON_LINK = 2, 4  # RTPROT_KERNEL: a route that comes with an address; RTNH_F_ONLINK
-GROUPS = sum(
-    1 << (group - 1)
-    for group in (
-        1,  # RTNLGRP_LINK
-        5,  # RTNLGRP_IPV4_IFADDR
-        7,  # RTNLGRP_IPV4_ROUTE
-        9,  # RTNLGRP_IPV6_IFADDR
-        11,  # RTNLGRP_IPV6_ROUTE
-        24,  # RTNLGRP_IPV4_NETCONF: IPv4's settings of interfaces, such as rp_filter
-    )
-)
+# RTMGRP_LINK; addresses and routes of IPv4, of IPv6; RTNLGRP_IPV4_NETCONF: its settings of interfaces, as rp_filter
+GROUPS: Final = 1 | 0x10 | 0x40 | 0x100 | 0x400 | 1 << 23
 _LINK: Final = struct.Struct("=BxHiII")  # family, type of hardware, index, flags, changed ones
 _ADDRESS: Final = struct.Struct("=BBBBI")  # family, length of the prefix, flags, scope, index of the interface
 # family, lengths of destination and source, tos, table, protocol, scope, type, flags

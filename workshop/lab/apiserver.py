@@ -222,12 +222,7 @@ class ApiServer:
     """
 
     def __init__(
-        self,
-        *,
-        window: int = 4096,
-        bookmark_every: float = 1.0,
-        token: str = "first-token",
-        watch_list: bool = False,
+        self, *, window: int = 4096, bookmark_every: float = 1.0, token: str = "first-token", watch_list: bool = False
     ) -> None:
         self.watch_list = self._first_watch_list = watch_list
         self.token = self._first_token = token

@@ -54,11 +54,7 @@ def place_of(text: str, protocol: str) -> Place:
 
 
 def of_services(
-    services: Sequence[ServiceRow],
-    backends: Iterable[BackendRow],
-    node: Sequence[str],
-    *,
-    to: Place | None = None,
+    services: Sequence[ServiceRow], backends: Iterable[BackendRow], node: Sequence[str], *, to: Place | None = None
 ) -> Targets:
     """Selects all services, or one destination.
 

@@ -24,11 +24,7 @@ _TREES: Final = tuple(f"{MINE}{kind}-" for kind in ("C", "E", *(protocol.name fo
 
 # Table and built-in chain -> our chain that it leads to, in the order of the rules there.
 ENTRANCES: Final[dict[str, tuple[tuple[str, str], ...]]] = {
-    "nat": (
-        ("PREROUTING", "-j HP-SERVICES"),
-        ("OUTPUT", "-j HP-SERVICES"),
-        ("POSTROUTING", "-j HP-POSTROUTING"),
-    ),
+    "nat": (("PREROUTING", "-j HP-SERVICES"), ("OUTPUT", "-j HP-SERVICES"), ("POSTROUTING", "-j HP-POSTROUTING")),
     "filter": (
         ("INPUT", "-p tcp -m conntrack --ctstate NEW -j HP-HEALTH"),
         ("INPUT", "-m conntrack --ctstate NEW -j HP-SERVICES"),

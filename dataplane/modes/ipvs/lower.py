@@ -42,11 +42,7 @@ SETS: Final = {
     "HAIRPIN": Kind("hash:ip,port,ip"),  # backends of this node, with themselves as the client
     "MARKS": Kind("hash:ip,port", marks=True),  # the firewall mark of external clients
 }
-_MASQUERADE: Final = (
-    (Masquerade.POD, "MASQ-POD"),
-    (Masquerade.NODE, "MASQ-NODE"),
-    (Masquerade.EXTERNAL, "MASQ-EXT"),
-)
+_MASQUERADE: Final = ((Masquerade.POD, "MASQ-POD"), (Masquerade.NODE, "MASQ-NODE"), (Masquerade.EXTERNAL, "MASQ-EXT"))
 # The Maglev scheduler hashes the client's port too, as kube-proxy has it (IP_VS_SVC_F_SCHED_MH_PORT).
 _SCHEDULER_FLAGS: Final = {"mh": 0x10}
 

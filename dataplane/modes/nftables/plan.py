@@ -78,11 +78,7 @@ class Plan:
         gone = [place for place, element in old.items() if new.get(place) != element]
         made = [element for place, element in new.items() if old.get(place) != element]
         chains, sets = self._new_picks()
-        return [
-            *add(sets, chains),
-            *deletions(gone),
-            *additions(made),
-        ]
+        return [*add(sets, chains), *deletions(gone), *additions(made)]
 
     def _elements(self, entries: Iterable[Entry], sign: int) -> Iterator[Element]:
         """Returns the elements of entries, and counts their uses up or down."""

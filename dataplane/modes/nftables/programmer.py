@@ -268,10 +268,7 @@ def probe(options: Options) -> str | None:
     node = NodeNetwork(service_cidrs=("192.0.2.0/24", "2001:db8::/108"))
     pick = Pick("internal", 2, Masquerade.ALWAYS, 60)
     work: list[op.Work] = [
-        (
-            family,
-            [*Plan(family, node).fill((), replace=False), *add([clients_set(60)], [pick_chain(family, pick)])],
-        )
+        (family, [*Plan(family, node).fill((), replace=False), *add([clients_set(60)], [pick_chain(family, pick)])])
         for family in FAMILIES.values()
     ]
     return missing(TRIAL, SETS, work)

@@ -166,8 +166,7 @@ def _lookups(family: Family, node: NodeNetwork) -> Iterator[Chain]:
         ),
     )  # fmt: skip
     yield Chain(
-        "to-ports",
-        (rule(here, family.find_verdict("internal-ports", port_only=True)), rule(x.goto(ELSEWHERE))),
+        "to-ports", (rule(here, family.find_verdict("internal-ports", port_only=True)), rule(x.goto(ELSEWHERE)))
     )
     yield Chain("from-internal", (rule(family.find_verdict("internal")), rule(x.goto("to-ports"))))
     yield Chain(
@@ -202,9 +201,7 @@ def _base_chains(family: Family, node: NodeNetwork) -> Iterator[Chain]:
         if family_of(a) == family.version
     )
     yield Chain(
-        "nat-output",
-        (guard, *here, rule(x.goto("from-internal"))),
-        Hook(nf.NF_INET_LOCAL_OUT, nf.NF_IP_PRI_NAT_DST),
+        "nat-output", (guard, *here, rule(x.goto("from-internal"))), Hook(nf.NF_INET_LOCAL_OUT, nf.NF_IP_PRI_NAT_DST)
     )
     yield Chain(
         "nat-postrouting",

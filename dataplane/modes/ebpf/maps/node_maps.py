@@ -255,9 +255,7 @@ def interface_flags(
     return asked
 
 
-def equal_paths(
-    routes: Iterable[tuple[str, int, tuple[Hop, ...]]],
-) -> tuple[dict[bytes, bytes], dict[bytes, bytes]]:
+def equal_paths(routes: Iterable[tuple[str, int, tuple[Hop, ...]]]) -> tuple[dict[bytes, bytes], dict[bytes, bytes]]:
     """Elements of maps `equal_routes` and `equal_paths` for routes, each a destination, a prefix length and hops."""
     numbers: dict[bytes, int] = {}
     paths: dict[bytes, bytes] = {}
