@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socket
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,12 +13,14 @@ from typing import TYPE_CHECKING, Any, Final
 import msgspec
 
 from hybrid_proxy.controller.commands.doctor.facts import Diagnosis
+from hybrid_proxy.controller.semantics.history import ChangeRow
 from hybrid_proxy.controller.serving.admin import ask
+from hybrid_proxy.controller.serving.memory import changes_path, read_changes
 from hybrid_proxy.controller.serving.protocol import AgentStatus, GetTable, TableAnswer
-from hybrid_proxy.dataplane.table import Kind
 from hybrid_proxy.workshop.lab.agent import Agent
 from hybrid_proxy.workshop.lab.network import NODE_NAMES, SERVICE_CIDRS, Lab
 from hybrid_proxy.workshop.lab.objects import endpoint_slice, service
+from tests.waiting import until
 
 from .grid import Grouped
 
@@ -62,10 +64,7 @@ class Clinic:
             end["conditions"]["ready"] = ready
         self.api.put_all([ends, made])
         serving = pods if ready and not named and spec.get("internalTrafficPolicy") != "Local" else ()
-        return self.settled(
-            name, serving, target, len(listed), () if ready else pods, guarded="loadBalancerSourceRanges" in spec,
-            sticky="sessionAffinity" in spec, outer=made["spec"]["type"] != "ClusterIP",
-        )  # fmt: skip
+        return self.settled(name, made["spec"], serving, target, () if ready else pods)
 
     @staticmethod
     def made(name: str, listed: Sequence[tuple[str, int]], **spec: Any) -> dict[str, Any]:
@@ -81,23 +80,32 @@ class Clinic:
         return made
 
     def settled(
-        self, name: str, pods: Sequence[str], target: int, count: int, unready: Sequence[str], *,
-        guarded: bool = False, sticky: bool = False, outer: bool = False,
-    ) -> AgentStatus:  # fmt: skip
-        """Wait until the agent has programmed these endpoints, of so many ports, which may come before the Service."""
-        wanted = {(self.lab[pod].address4, target) for pod in pods}
+        self, name: str, spec: Mapping[str, Any], pods: Sequence[str], target: int, unready: Sequence[str] = ()
+    ) -> AgentStatus:
+        """Wait until the agent has programmed this Service and these endpoints, which may come before the Service."""
+        ends = {(self.lab[pod].address4, target) for pod in pods}
+        places = {spec["clusterIP"], *spec.get("externalIPs", ())}
+        places |= {None} if spec["type"] != "ClusterIP" else set()
+        places |= {BALANCER} if spec["type"] == "LoadBalancer" else set()
+        selector = ",".join(f"{key}={value}" for key, value in sorted(spec.get("selector", {}).items()))
 
-        def is_there(status: AgentStatus) -> bool:
-            answer = ask(str(self.agent.socket), GetTable(name, []), TableAnswer)
+        def is_there(_: AgentStatus) -> bool:
+            answer = self.table(name)
             ports = answer.ports if set(answer.unready) == {self.lab[pod].address4 for pod in unready} else []
             found = {(end.address, end.port) for port in ports for each in port.backend_sets for end in each.backends}
-            ranges = any(each.source_ranges for port in ports for each in port.frontends)
-            sticks = any(port.affinity_seconds for port in ports)
-            ported = any(each.kind is Kind.NODE_PORT for port in ports for each in port.frontends)
-            spec = (ranges, sticks, ported) == (guarded, sticky, outer)
-            return status.synced and len(ports) == count and found == wanted and spec
+            fronts = [each for port in ports for each in port.frontends]
+            guarded, sticky = any(each.source_ranges for each in fronts), any(port.affinity_seconds for port in ports)
+            return (
+                (len(ports), found, {each.address for each in fronts}, answer.selector)
+                == (len(spec["ports"]), ends, places, selector)
+                and (guarded, sticky) == ("loadBalancerSourceRanges" in spec, "sessionAffinity" in spec)
+            )  # fmt: skip
 
-        return self.agent.wait(is_there, 20, f"aware of {name}")
+        self.agent.wait(is_there, 20, f"aware of {name}")
+        return self.agent.wait(lambda status: status.synced)  # of a status before the table it might be another one's
+
+    def table(self, name: str) -> TableAnswer:
+        return ask(str(self.agent.socket), GetTable(name, []), TableAnswer)
 
     def begin(self, mode: str = "") -> AgentStatus:
         """Start the agent while it cannot read the API server; returns when it says so."""
@@ -110,7 +118,13 @@ class Clinic:
         self.api.delete("services", name)
         with suppress(KeyError):
             self.api.delete("endpointslices", f"{name}-0")
+        self.agent.wait(lambda _: self.table(name).selector is None, what=f"rid of {name}")
         self.agent.wait(lambda status: status.synced)
+
+    def written(self, is_it: Callable[[ChangeRow], object]) -> None:
+        """Wait until such a change is written down, which happens once a second."""
+        path = changes_path(str(self.agent.socket))
+        until(lambda: any(map(is_it, read_changes(path))), "it is written down")
 
     def doctor(self, *arguments: str) -> tuple[int, Diagnosis]:
         """`hybrid-proxy doctor` on the node: its exit code, and what it says."""

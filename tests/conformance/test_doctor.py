@@ -34,10 +34,9 @@ from hybrid_proxy.controller.serving.memory import Memory, changes_path, memory_
 from hybrid_proxy.controller.serving.protocol import AgentStatus
 from hybrid_proxy.dataplane.table import socket_text
 from hybrid_proxy.workshop.lab.frames import SET_GSO, SET_TSO, set_feature
-from hybrid_proxy.workshop.lab.namespace import DEADLINES
 from hybrid_proxy.workshop.lab.network import NODE_NAMES
 from hybrid_proxy.workshop.lab.objects import endpoint_slice
-from hybrid_proxy.workshop.lab.traffic import ask_udp
+from hybrid_proxy.workshop.lab.traffic import ask_tcp, ask_udp
 from tests import namespaces
 from tests.waiting import bound, until
 
@@ -255,8 +254,7 @@ def put_back(damage: Callable[[Clinic], object], *modes: str) -> Provoke:
             damage(clinic)
         if clinic.agent.mode in modes:
             clinic.agent.wait(lambda status: status.dataplane.audit_repairs > before, 30)
-            path = changes_path(str(clinic.agent.socket))
-            until(lambda: any(row.kind == "repair" for row in read_changes(path)), "it is written down")
+            clinic.written(lambda row: row.kind == "repair")
         yield
 
     return provoke
@@ -290,10 +288,15 @@ def backend_of_a_client_goes(clinic: Clinic) -> Iterator[None]:
 @contextmanager
 def full_conntrack(clinic: Clinic) -> Iterator[None]:
     """One client's datagrams, each to another place, have taken every entry."""
-    with clinic.rules(
-        "node",
-        "table inet track { chain out { type filter hook output priority 0 ; ct state new ; } ; "
-        "chain in { type filter hook input priority 0 ; ip daddr 127.1.0.0/16 drop ; } ; }",
+    with (
+        clinic.rules(
+            "node",
+            "table inet track { chain out { type filter hook output priority 0 ; ct state new ; } ; "
+            "chain in { type filter hook input priority 0 ; ip daddr 127.1.0.0/16 drop ; } ; }",
+        ),
+        clinic.setting(
+            "netfilter/nf_conntrack_udp_timeout", "600"
+        ),  # a slow machine fills it in more than half a minute
     ):
         with clinic.lab.inside("node"):
             limit = int(Path("/proc/sys/net/netfilter/nf_conntrack_max").read_text())
@@ -331,7 +334,7 @@ def from_files(damage: Callable[[Path], object], *, served: bool = False) -> Pro
         agent.start()
         try:
             if served:
-                clinic.settled(NAME, PODS, HTTP, 1, (), guarded=False)
+                clinic.settled(NAME, items[0]["spec"], PODS, HTTP)
             damage(folder)
             agent.wait(lambda status: status.problems or not status.source.healthy)
             yield
@@ -507,9 +510,8 @@ def taken(what: str, *argument: str, pod: str = "pod2") -> Provoke:
         clinic.put(pod)
         before = clinic.lab.run("node", ["ip", "-4", "route", "show", "dev", "eth0"]).stdout.splitlines()
         clinic.run("node", "ip", what, "del", *argument)
-        path = changes_path(str(clinic.agent.socket))
         try:
-            until(lambda: any(row.what.endswith(GONE) for row in read_changes(path)), "it is written down")
+            clinic.written(lambda row: row.what.endswith(GONE))
             clinic.agent.wait(lambda status: status.synced and lacks_address(status) is (what == "address"))
             yield
         finally:
@@ -525,11 +527,10 @@ def taken(what: str, *argument: str, pod: str = "pod2") -> Provoke:
 
 @contextmanager
 def uplink_down(clinic: Clinic) -> Iterator[None]:
-    path = changes_path(str(clinic.agent.socket))
     with kept(clinic, "node"):
         clinic.run("node", "ip", "link", "set", "eth0", "down")
         try:
-            until(lambda: any(CUT in row.what for row in read_changes(path)), "it is written down")
+            clinic.written(lambda row: CUT in row.what)
             yield
         finally:
             clinic.run("node", "ip", "link", "set", "eth0", "up")
@@ -1304,7 +1305,7 @@ def test_doctor_names_the_incident(
     problems = [each.cause for each in found.findings if each.mark == "problem"]
     assert (code, found.well) == ((1, False) if problems else (0, True)), found
     assert not incident.alone or len(problems) == 1, found
-    assert found.seconds < 6 * DEADLINES, found
+    assert found.seconds < bound(6), found
     words = " ".join(filter(None, (f"`{found.cause}`" if found.cause else "well", "" if found.certain else "(likely)")))
     words += " as a warning" * (found.well and found.cause not in ("", "restricted"))
     request.node.user_properties.append((PROPERTY, (incident.words, mode, words)))
@@ -1340,7 +1341,7 @@ def test_nat_that_takes_the_cluster_ip_and_counts_nothing_is_likely(clinic: Clin
         code, found = clinic.doctor(NAME)
         said = clinic.agent.command("status").stdout
     clinic.agent.wait(lambda status: not status.foreign_nat, 5)
-    time.sleep(1.5)  # `changes` is written once a second
+    clinic.written(lambda row: row.what.startswith("gone: another program's NAT"))
     rows = json.loads(clinic.agent.command("changes", NAME, "-o", "json").stdout)
     words = {row["what"].partition(":")[0] for row in rows if "another program's NAT" in row["what"]}
     assert {each.address for each in status.foreign_nat} == {ADDRESSES[NAME]}
@@ -1444,22 +1445,33 @@ def test_the_status_tells_at_once_that_a_default_route_is_gone(clinic: Clinic) -
     assert [each.cause for each in found.findings].count("address-lost") == 1, found
 
 
+@contextmanager
+def dual_stack(clinic: Clinic, pod: str, address: str = ADDRESSES[NAME]) -> Iterator[None]:
+    """The Service has an IPv6 address, too, with an endpoint in that pod."""
+    six = endpoint_slice(NAME, [clinic.lab[pod].address6], [("TCP", HTTP)], NODE_NAMES["node"], 6)
+    six |= {"addressType": "IPv6", "ports": [{"name": "http", "protocol": "TCP", "port": HTTP}]}
+    made = clinic.made(NAME, [("TCP", 80)], clusterIP=address, clusterIPs=[address, "fd96::10"])
+    end = six["endpoints"][0]["addresses"][0]
+    try:
+        clinic.api.put_all([six, made])
+        clinic.agent.wait(lambda _: any(end in str(port.backend_sets) for port in clinic.table(NAME).ports))
+        clinic.agent.wait(lambda status: status.synced)
+        yield
+    finally:
+        clinic.api.delete("endpointslices", f"{NAME}-6")
+        clinic.put(*PODS)
+
+
 @only_in("ebpf")
 @pytest.mark.parametrize(("address", "said"), [(SHARED, f"belongs to {FIRST}"), ("10.96.0.300", "clusterIPs[0]")])
 def test_a_cluster_ip_that_is_not_served_is_an_outage_of_its_family(clinic: Clinic, address: str, said: str) -> None:
     recovered(clinic)
-    dual = clinic.made(NAME, [("TCP", 80)], clusterIP=address, clusterIPs=[address, "fd96::10"])
-    six = endpoint_slice(NAME, [clinic.lab["pod1"].address6], [("TCP", HTTP)], NODE_NAMES["node"], 6)
-    six |= {"addressType": "IPv6", "ports": [{"name": "http", "protocol": "TCP", "port": HTTP}]}
     clinic.put("pod1", name=FIRST)
     try:
-        clinic.api.put_all([six, dual])
-        clinic.agent.wait(lambda status: status.synced and (status.conflicts or status.problems))
-        code, found = clinic.doctor(NAME)
+        with dual_stack(clinic, "pod1", address):
+            code, found = clinic.doctor(NAME)
     finally:
-        clinic.api.delete("endpointslices", f"{NAME}-6")
         clinic.remove(FIRST)
-        clinic.put(*PODS)
     assert (code, found.cause, found.certain) == (1, "object-refused", True), found
     assert address in found.verdict
     assert said in found.verdict
@@ -1563,18 +1575,17 @@ def test_a_gateway_that_became_wrong_is_put_right_by_the_command(
     recovered(clinic)
     special = clinic.lab.run(place, ["ip", "route", "show", "10.77.2.0/24"]).stdout.split() if to == "default" else []
     before = clinic.lab.run(place, ["ip", "route", "show", to]).stdout.split()
-    path = changes_path(str(clinic.agent.socket))
     try:
         if special:  # what leads there is the default route now
             clinic.run("node", "ip", "route", "replace", "default", "via", "192.168.77.3", "dev", "eth0")
             clinic.run("node", "ip", "route", "del", *special)
             gone = "route 10.77.2.0/24 via 192.168.77.3 dev eth0 is gone"
-            until(lambda: any(row.what.startswith(gone) for row in read_changes(path)), "it is written down")
-        path.unlink(missing_ok=True)
+            clinic.written(lambda row: row.what.startswith(gone))
+        changes_path(str(clinic.agent.socket)).unlink(missing_ok=True)
         clinic.put(pod)
         clinic.run(place, "ip", "route", "replace", to, "via", wrong, "dev", "eth0", "onlink")
         if place == "node":
-            until(lambda: any(row.what.endswith(GONE) for row in read_changes(path)), "it is written down")
+            clinic.written(lambda row: row.what.endswith(GONE))
         code, found = clinic.doctor(NAME)
         todo = next(each.todo for each in found.findings if each.cause == "endpoint-route")
         (command,) = re.findall(r"`((?:nsenter \S+ )?ip route replace .+?)`", todo)
@@ -1594,24 +1605,18 @@ def test_a_gateway_that_became_wrong_is_put_right_by_the_command(
 @pytest.mark.parametrize("how", ["drop", "reject with tcp reset"])
 def test_doctors_own_connections_are_no_failures_of_clients(clinic: Clinic, how: str) -> None:
     recovered(clinic)
-
-    def failures() -> dict[int, bool]:
-        rows = json.loads(clinic.agent.command("drops", NAME, "-o", "json").stdout)
-        return {row["number"]: row["by_doctor"] for row in rows}
-
-    def of_clients() -> list[str]:
-        return [each.text for each in clinic.doctor()[1].findings if each.subject == "drops"]
-
+    clinic.agent.terminate()
+    assert clinic.agent.cleanup().returncode == 0  # what happened before leaves the last minutes at any moment
+    clinic.agent.start()
     clinic.put("pod1")
-    before, known = failures(), of_clients()
     with clinic.rules("pod1", DEAF.replace("drop", how)):
         clinic.doctor(NAME)
-    new = [by_doctor for number, by_doctor in failures().items() if number not in before]
-    assert new
-    assert all(new)
-    counted = [re.findall(r"(\d+) x", text) for text in (*known, *of_clients())]
+    rows = json.loads(clinic.agent.command("drops", NAME, "-o", "json").stdout)
+    marks = [each.mark for each in clinic.doctor()[1].findings if each.subject == "drops"]
     clinic.put(*PODS)
-    assert counted[0] == counted[1]
+    assert rows
+    assert all(row["by_doctor"] for row in rows), rows
+    assert marks == ["ok"]
 
 
 @only_in("ebpf")
@@ -1673,6 +1678,7 @@ class TestAnAgentThatHasNoTableYet:
         with new.lab.socket("pod1") as client:
             client.settimeout(bound(5))
             client.connect((ADDRESSES[NAME], 80))
+            ask_tcp(client)  # a relay takes a connection after the kernel
             rows = json.loads(new.agent.command("flows", NAME, "-o", "json").stdout)
             names = {row["service"] for row in rows}
         assert names == {f"{NAME}:http"}, mode
@@ -1878,17 +1884,17 @@ def test_changes_have_their_authors_and_outlive_the_agent(clinic: Clinic, mode: 
 
 
 def test_changes_tell_when_the_agent_stood_still_and_when_it_was_killed(clinic: Clinic) -> None:
-    killed, path = clinic.agent.status().pid, changes_path(str(clinic.agent.socket))
+    killed = clinic.agent.running_status().pid
     with clinic.lab.inside("node"):  # a new agent writes its memory in its first second
         until(
             lambda: (memory := recall(memory_path(str(clinic.agent.socket)))) and memory.pid == killed, "it remembers"
         )
     with stopped_agent(clinic):
         time.sleep(STILL_SECONDS + 2)
-    until(lambda: any("stood still" in row.what for row in read_changes(path)), "it is written down")
+    clinic.written(lambda row: "stood still" in row.what)
     clinic.agent.kill()
     clinic.agent.start()
-    until(lambda: any(f"agent {killed}: it was killed" in row.what for row in read_changes(path)), "it is written down")
+    clinic.written(lambda row: f"agent {killed}: it was killed" in row.what)
 
 
 def test_a_drop_is_reported_in_the_same_words_after_a_restart(clinic: Clinic, mode: str) -> None:
@@ -1936,18 +1942,13 @@ def test_explain_asks_the_routes_of_both_ends(clinic: Clinic, mode: str, pod: st
 @only_in("ebpf")
 def test_a_link_without_ipv6_is_told_with_the_setting(clinic: Clinic) -> None:
     recovered(clinic)
-    dual = clinic.made(NAME, [("TCP", 80)], clusterIPs=[ADDRESSES[NAME], "fd96::10"])
-    six = endpoint_slice(NAME, [clinic.lab["pod2"].address6], [("TCP", HTTP)], NODE_NAMES["node"], 6)
-    six |= {"addressType": "IPv6", "ports": [{"name": "http", "protocol": "TCP", "port": HTTP}]}
     link = clinic.lab["pod2"].interface
-    try:
-        clinic.api.put_all([six, dual])
-        clinic.agent.wait(lambda status: status.synced)
-        with kept(clinic, "node", link), clinic.setting(f"ipv6/conf/{link}/disable_ipv6", "1"):
-            code, found = clinic.doctor(NAME)
-    finally:
-        clinic.api.delete("endpointslices", f"{NAME}-6")
-        clinic.put(*PODS)
+    with (
+        dual_stack(clinic, "pod2"),
+        kept(clinic, "node", link),
+        clinic.setting(f"ipv6/conf/{link}/disable_ipv6", "1"),
+    ):
+        code, found = clinic.doctor(NAME)
     assert (code, found.cause) == (1, "endpoint-route"), found
     assert f"net.ipv6.conf.{link}.disable_ipv6 is 1" in found.verdict, found
     assert any(f"sysctl -w net.ipv6.conf.{link}.disable_ipv6=0" in each.todo for each in found.findings), found
@@ -2050,7 +2051,7 @@ def test_a_bundle_has_what_a_report_needs_and_no_secret(clinic: Clinic) -> None:
         assert planted not in text, name
         assert clinic.api.token not in text, name
     assert made.bytes == file.stat().st_size < 5_000_000
-    assert made.seconds < 30
+    assert made.seconds < bound(5)
 
     again = clinic.agent.command("bundle", str(file), "--admin-socket", str(clinic.agent.socket))
     assert again.returncode == 1, "what is there already is never overwritten"
