@@ -60,10 +60,11 @@ def test_an_uplink_that_is_down_is_not_the_link_of_a_pod(agent: Agent) -> None:
     ip(agent.lab, "link", "set", "eth0", "down")
     try:
         until(lambda: "link eth0: up → down" in remembered(agent), "it is seen")
+        advice = "eth0 is down, and what led by it is gone: `ip link set eth0 up`"
+        until(lambda: advice in remembered(agent), "so is what puts it right")
         time.sleep(NEW_SECONDS + 1)
         status = agent.running_status()
         assert (status.down, status.cut, status.lost_routes) == ([], ["eth0"], [])
-        assert "eth0 is down, and what led by it is gone: `ip link set eth0 up`" in remembered(agent)
         assert not [each for each in remembered(agent) if each.endswith(GONE)]
         found = json.loads(agent.command("doctor", "--admin-socket", str(agent.socket), "-o", "json").stdout)
         assert not [each for each in found["findings"] if each["cause"] == "link-down"], found
