@@ -1273,12 +1273,19 @@ INCIDENTS = [
 
 
 @pytest.fixture(scope="module")
-def clinic(mode: str) -> Iterator[Clinic]:
+def ward(mode: str) -> Iterator[Clinic]:
     flags = ("--max-services", "1024") if mode == "ebpf" else ()
     with namespaces.new_lab("c", 4, remote=1) as lab, clinic_of(lab, mode, flags) as made:
         made.put(*PODS)
         yield made
         print(f"--- log of the agent\n{made.agent.tail(60)}")
+
+
+@pytest.fixture
+def clinic(ward: Clinic) -> Iterator[Clinic]:
+    """Each test leaves the Service as it found it, also one that fails."""
+    yield ward
+    ward.put(*PODS)
 
 
 @pytest.mark.parametrize("incident", INCIDENTS, ids=lambda incident: incident.words)
@@ -1287,16 +1294,13 @@ def test_doctor_names_the_incident(
 ) -> None:
     recovered(clinic)
     happens = not incident.modes or mode in incident.modes
-    try:
-        with incident.provoke(clinic):
-            code, found = clinic.doctor(*incident.asked)
-            if incident.repaired:
-                todo = next(each.todo for each in found.findings if each.cause == incident.cause)
-                for command in " && ".join(re.findall(r"`(ip .+?)`", todo)).split(" && "):
-                    clinic.run("node", *command.split())
-                until(lambda: clinic.doctor(*incident.asked)[1].well, "it is repaired")
-    finally:
-        clinic.put(*PODS)
+    with incident.provoke(clinic):
+        code, found = clinic.doctor(*incident.asked)
+        if incident.repaired:
+            todo = next(each.todo for each in found.findings if each.cause == incident.cause)
+            for command in " && ".join(re.findall(r"`(ip .+?)`", todo)).split(" && "):
+                clinic.run("node", *command.split())
+            until(lambda: clinic.doctor(*incident.asked)[1].well, "it is repaired")
     print(found)
     assert incident.said in found.verdict
     assert not happens or any(incident.noted in each.text for each in found.findings), found
@@ -1359,7 +1363,6 @@ def test_nat_that_takes_the_cluster_ip_and_counts_nothing_is_likely(clinic: Clin
 @only_in("ebpf", "nftables")
 @pytest.mark.parametrize("policy", ["action block", "tmpl src {node} dst {end} proto esp mode tunnel"])
 def test_a_policy_of_ipsec_that_drops_is_named(clinic: Clinic, policy: str) -> None:
-    clinic.put(*PODS)
     end = clinic.lab["pod2"].address4
     words = policy.format(node="192.168.77.2", end=end).split()
     clinic.run("node", "ip", "xfrm", "policy", "add", "dst", f"{end}/32", "dir", "out", *words)
@@ -1373,7 +1376,6 @@ def test_a_policy_of_ipsec_that_drops_is_named(clinic: Clinic, policy: str) -> N
 
 @only_in("ebpf", "nftables")
 def test_of_an_address_that_no_service_has_doctor_tells_whose_it_is(clinic: Clinic) -> None:
-    clinic.put(*PODS)
     backend, other = (clinic.lab[pod].address4 for pod in ("pod1", "pod4"))
     for asked, cause, said in (
         (
@@ -1459,7 +1461,6 @@ def dual_stack(clinic: Clinic, pod: str, address: str = ADDRESSES[NAME]) -> Iter
         yield
     finally:
         clinic.api.delete("endpointslices", f"{NAME}-6")
-        clinic.put(*PODS)
 
 
 @only_in("ebpf")
@@ -1486,12 +1487,9 @@ def test_an_endpoint_of_this_node_without_a_pod_may_be_of_a_pod_that_is_gone(cli
     recovered(clinic)
     ends = endpoint_slice(NAME, ["10.77.1.99"], [(protocol, HTTP)], NODE_NAMES["node"])
     ends["ports"][0]["name"] = "http"
-    try:
-        clinic.api.put_all([ends, clinic.made(NAME, [(protocol, 80)])])
-        until(lambda: "10.77.1.99" in str(clinic.doctor(NAME)[1].connections), "it is programmed")
-        code, found = clinic.doctor(NAME)
-    finally:
-        clinic.put(*PODS)
+    clinic.api.put_all([ends, clinic.made(NAME, [(protocol, 80)])])
+    until(lambda: "10.77.1.99" in str(clinic.doctor(NAME)[1].connections), "it is programmed")
+    code, found = clinic.doctor(NAME)
     assert (code, found.cause) == (1, "endpoint-route"), found
     assert found.verdict.startswith("the way to 10.77.1.99 is wrong: the route leads to 192.168.77.1 on eth0"), found
     (todo,) = (each.todo for each in found.findings if each.cause == "endpoint-route")
@@ -1553,7 +1551,6 @@ def test_a_program_that_accepts_nothing_is_told_by_its_full_queue(clinic: Clinic
             stack.enter_context(clinic.lab.socket("pod4")).connect((address, HANGS))
         clinic.put("pod1", target=HANGS)
         code, found = clinic.doctor(NAME)
-    clinic.put(*PODS)
     assert (code, found.cause, found.certain) == (1, "backend-never-answers", True), found
     assert f"{address}:{HANGS} listens, but its queue of 1 is full: the program does not accept" in found.verdict
     assert [each.cause for each in found.findings if each.mark == "problem"] == [found.cause], found
@@ -1596,7 +1593,6 @@ def test_a_gateway_that_became_wrong_is_put_right_by_the_command(
             clinic.run(place, "ip", "route", "replace", *before)
         if special:
             clinic.run("node", "ip", "route", "replace", *special)
-        clinic.put(*PODS)
     assert (code, found.cause, found.certain) == (1, "endpoint-route", place != "node"), found
     assert wrong in found.verdict, found
 
@@ -1613,7 +1609,6 @@ def test_doctors_own_connections_are_no_failures_of_clients(clinic: Clinic, how:
         clinic.doctor(NAME)
     rows = json.loads(clinic.agent.command("drops", NAME, "-o", "json").stdout)
     marks = [each.mark for each in clinic.doctor()[1].findings if each.subject == "drops"]
-    clinic.put(*PODS)
     assert rows
     assert all(row["by_doctor"] for row in rows), rows
     assert marks == ["ok"]
@@ -1624,7 +1619,6 @@ def test_doctor_does_not_tell_of_failures_that_it_caused_itself(clinic: Clinic) 
     """Nobody else asks at this port."""
     clinic.put("pod2", target=NOBODY)
     *_, last = (clinic.doctor(NAME)[1] for _ in range(3))
-    clinic.put(*PODS)
     assert not any("this node saw failures" in each.text for each in last.findings), last
 
 
@@ -1644,7 +1638,6 @@ def test_a_backend_that_was_repaired_is_not_blamed_although_no_client_came(clini
         assert clinic.doctor()[0] == 1
     code, found = clinic.doctor()
     of_service = clinic.doctor(NAME)[1]
-    clinic.put(*PODS)
     assert of_service.cause == "", of_service
     assert any("this node saw failures" in each.text for each in of_service.findings), of_service
     assert (code, found.well, found.cause) == (0, True, "ejected"), found
@@ -1652,14 +1645,14 @@ def test_a_backend_that_was_repaired_is_not_blamed_although_no_client_came(clini
 
 
 @pytest.fixture(scope="class")
-def new(clinic: Clinic) -> Iterator[Clinic]:
+def new(ward: Clinic) -> Iterator[Clinic]:
     """With an agent that never saw the API server, and one more Service, without endpoints."""
-    clinic.put(name=FIRST)
+    ward.put(name=FIRST)
     # After "a map is full", ids of the Services that were removed are free when no flow can have them any more.
-    clinic.agent.wait(lambda status: not status.dataplane.unprogrammed)
-    with waiting(clinic):
-        yield clinic
-    clinic.remove(FIRST)
+    ward.agent.wait(lambda status: not status.dataplane.unprogrammed)
+    with waiting(ward):
+        yield ward
+    ward.remove(FIRST)
 
 
 class TestAnAgentThatHasNoTableYet:
@@ -1775,7 +1768,6 @@ def test_a_pod_that_drops_what_comes_in_is_blamed_and_no_other_problem(clinic: C
     pod = next(pod for pod in (*PODS, "pod4") if clinic.lab[pod].address4 == client)
     with clinic.rules(pod, "table inet pod { chain input { type filter hook input priority 0 ; policy drop ; } ; }"):
         found = clinic.doctor(NAME)[1]
-    clinic.put(*PODS)
     assert found.verdict.startswith(f"1 of 4 backends gives no answer from the node and from a pod: {client}"), found
     assert "policy drop" in found.verdict
     assert "other problem" not in found.verdict
@@ -1784,7 +1776,6 @@ def test_a_pod_that_drops_what_comes_in_is_blamed_and_no_other_problem(clinic: C
 def test_a_rule_that_rejects_where_a_process_listens_is_named_uncounted(clinic: Clinic) -> None:
     with clinic.rules("pod1", DEAF.replace("drop", "ct state new reject with tcp reset")):
         found = clinic.doctor(NAME)[1]
-    clinic.put(*PODS)
     assert (found.cause, found.certain) == ("firewall", False), found
     assert "ct state new reject with tcp reset" in found.verdict
 
@@ -1793,7 +1784,6 @@ def test_what_hits_two_backends_comes_before_what_hits_one(clinic: Clinic) -> No
     clinic.put(*PODS, target=NOBODY)
     with route("", "pod1")(clinic):
         found = clinic.doctor(NAME)[1]
-    clinic.put(*PODS)
     ends = [f"{clinic.lab[pod].address4}:{NOBODY}" for pod in PODS[1:]]
     assert found.cause == "backend-refuses", found
     assert all(end in found.verdict for end in ends)
@@ -1803,7 +1793,6 @@ def test_what_hits_two_backends_comes_before_what_hits_one(clinic: Clinic) -> No
 def test_a_client_outside_is_not_let_in_at_node_ports_that_no_endpoint_here_serves(clinic: Clinic) -> None:
     clinic.put("remote1", **LOCAL)
     found = [clinic.doctor(*asked) for asked in (FROM_OUTSIDE, (NAME,))]
-    clinic.put(*PODS)
     assert [code for code, _ in found] == [1, 0]
     for _, each in found:
         dropped = re.search("drops packets of clients outside to (.+) at this node", each.verdict)
@@ -1835,7 +1824,6 @@ def test_a_rule_that_redirects_is_one_row(clinic: Clinic) -> None:
 
 @only_in("ebpf")
 def test_what_explain_says_is_of_a_client_that_is_no_backend(clinic: Clinic) -> None:
-    clinic.put(*PODS)
     (row,) = (each for each in clinic.doctor(NAME)[1].findings if each.subject == "explain --live")
     assert row.text.startswith(f"from {clinic.lab['pod4'].address4} to {ADDRESSES[NAME]}:80: dnat: "), row
 
@@ -1849,7 +1837,6 @@ def test_explain_says_why_a_pod_meets_itself_by_the_nodes_address(clinic: Clinic
         )
         for source in (clinic.lab["pod1"].address4, clinic.lab["pod2"].address4)
     ]
-    clinic.put(*PODS)
     assert ["client and backend are the same pod: hairpin" in each["reason"] for each in found] == [True, False]
 
 
@@ -1910,7 +1897,6 @@ def test_a_drop_is_reported_in_the_same_words_after_a_restart(clinic: Clinic, mo
         messages.append([row["message"] for row in rows if row["reason"] == "drop_empty"])
         clinic.agent.terminate()
         clinic.agent.start()
-    clinic.put(*PODS)
     assert messages[0] == messages[1]
     assert any("externalTrafficPolicy" in text for text in messages[0]) is (mode == "ebpf"), messages
 
@@ -1931,7 +1917,6 @@ def test_explain_asks_the_routes_of_both_ends(clinic: Clinic, mode: str, pod: st
         finally:
             if change == "blackhole":
                 clinic.run("node", "ip", "route", "del", "blackhole", clinic.lab[pod].address4)
-    clinic.put(*PODS)
     said = f"The way to {clinic.lab[pod].address4} is wrong: its pod is behind {clinic.lab[pod].interface}, and "
     assert before["verdict"] == "dnat"
     assert found["verdict"] == ("drop" if (mode, pod) == ("ebpf", "pod2") else "dnat"), found
