@@ -276,6 +276,7 @@ class Answers:
             health_checks=self.http.status(),
             conntrack=conntrack.fill(),
             requests=[p.ApiRequests(*row) for row in source.connection.answers()] if source.connection else [],
+            certificate_expires=source.connection.certificate_expires() if source.connection else None,
             error=syncer.error,
             ready_seconds=syncer.ready_seconds,
             last_sync_seconds=syncer.sync_seconds,

@@ -141,6 +141,10 @@ class Connection:
         loaded = self._loaded
         return loaded is not None and bool(_changed(loaded.files))
 
+    def certificate_expires(self) -> float | None:
+        """Return when our certificate expires, in seconds since 1970; None: there is none, or a program renews it."""
+        return self._loaded.access.certificate_expires if self._loaded else None
+
     def answers(self) -> list[tuple[str, str, str, int, list[int], float]]:
         """Rows of a method, the server, the status of its answer (`<error>` without one), and how many there were.
 

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import subprocess
 from base64 import b64decode, b64encode
 from binascii import Error as NotBase64Error
 from collections.abc import Iterable, Sequence
-from datetime import datetime
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -28,6 +29,8 @@ log = logging.getLogger(__name__)
 SERVICE_ACCOUNT: Final = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 PLUGIN_SECONDS: Final = 30.0  # a program that gives credentials holds up every request until then
 _MAX_FILE: Final = 4 << 20  # bytes, with certificates and the contexts of many clusters
+# In a certificate, from when until when it is valid: the only sequence of two times (RFC 5280, 4.1.2.5).
+_VALIDITY: Final = re.compile(rb"\x30.(?:\x17\x0d|\x18\x0f)\d+Z(?:\x17\x0d|\x18\x0f)(\d+)Z", re.DOTALL)
 
 
 class Access(NamedTuple):
@@ -63,6 +66,15 @@ class Access(NamedTuple):
         scheme, _, value = self.authorization.partition(" ")
         password = b64decode(value).decode(errors="replace").partition(":")[2] if scheme == "Basic" else ""
         return value, password, self.certificate, self.key
+
+    @property
+    def certificate_expires(self) -> float | None:
+        """Seconds since 1970 after which our certificate is refused; None: there is none, or a program renews it."""
+        der = b64decode(self.certificate.partition("BEGIN CERTIFICATE-----")[2].partition("-")[0])
+        if self.expires is not None or not (found := _VALIDITY.search(der)):
+            return None
+        form = "%y%m%d%H%M%S" if len(found[1]) == 12 else "%Y%m%d%H%M%S"
+        return datetime.strptime(found[1].decode(), form).replace(tzinfo=UTC).timestamp()
 
 
 # The file, as far as it is read (client-go: tools/clientcmd/api/v1)
@@ -293,8 +305,7 @@ def _of_plugin(access: Access, found: _Found, plugin: _Plugin, cluster: dict[str
     elif not given.token:
         log.error("exec: %s gave neither a token nor a certificate with its key", plugin.command)
         return None
-    expiry = given.expiration_timestamp
-    return access._replace(expires=None if expiry is None else expiry.timestamp())
+    return access._replace(expires=expiry.timestamp() if (expiry := given.expiration_timestamp) else None)
 
 
 def _run(plugin: _Plugin, folder: Path, cluster: dict[str, Any]) -> _Given:
@@ -359,5 +370,4 @@ def _of_provider(access: Access, found: _Found, user: _User, provider: _Provider
         raise SourceError(f"{of}: {what}") from None
     expiry: datetime | None = getattr(loader, "expiry", None)
     token: str | None = into.api_key.get("BearerToken")
-    expires = None if expiry is None else expiry.timestamp()
-    return access._replace(authorization=token, expires=expires) if token else None
+    return access._replace(authorization=token, expires=expiry.timestamp() if expiry else None) if token else None

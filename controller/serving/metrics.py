@@ -10,7 +10,7 @@ import platform
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from itertools import accumulate, pairwise
+from itertools import accumulate, chain, pairwise
 from operator import attrgetter, mul
 from typing import Any, Final
 
@@ -26,7 +26,7 @@ from hybrid_proxy.controller.serving.counters import FAMILIES, Counters, Duratio
 from hybrid_proxy.controller.serving.health import OK, UNAVAILABLE, Health
 from hybrid_proxy.controller.serving.protocol import AgentStatus, ApiRequests, DrainingMode, TrafficAnswer
 from hybrid_proxy.dataplane.first_packets import BOUNDS
-from hybrid_proxy.dataplane.reports import Status, TrafficCounts, TrafficRow
+from hybrid_proxy.dataplane.reports import Status, TrafficRow
 
 Rows = Sequence[TrafficRow]
 _Values = float | Mapping[Any, float]  # by the value of the label, or by those of several
@@ -72,10 +72,8 @@ class Metrics:
         if openmetrics:
             del body[-len(_END) :]
         traffic = self._traffic()
-        for text in (
-            *_traffic_text(traffic.rows, openmetrics=openmetrics),
-            *_first_packets_text(traffic.first_packets),
-        ):
+        rows = _traffic_text(traffic.rows, openmetrics=openmetrics)
+        for text in chain(rows, _first_packets_text(traffic.first_packets)):
             body += text.encode()
         if openmetrics:
             body += _END
@@ -200,15 +198,13 @@ def _of_agent(status: AgentStatus, counters: Counters) -> Iterator[Metric]:
         ("unrepaired_drift", "Things that others changed and that are not put right yet", len(status.drift)),
         ("other_proxies", "Other proxies that were found on this node", len(status.other_proxies)),
         ("waiting_objects", "Objects whose changes the loop has not taken yet", status.waiting.now),
-        (
-            "configuration_refused",
-            "1 while the newest configuration is not used",
-            int(bool(status.configuration.refused)),
-        ),
+        ("configuration_refused", "1 while the newest configuration is wrong", int(bool(status.configuration.refused))),
         ("source_up", "1 when the source of objects can be read", int(status.source.healthy)),
         ("start_seconds", "From the start to the first programmed table, 0: not yet", status.ready_seconds or 0),
     ):
         yield _gauge(f"hybrid_proxy_{name}", text, value)
+    text, expires = "When the certificate of the kubeconfig expires, since 1970", status.certificate_expires
+    yield _gauge("hybrid_proxy_certificate_expiry_timestamp_seconds", text, {} if expires is None else {(): expires})
     checks = {"served": status.health_checks.served, "failed": len(status.health_checks.failed)}
     yield _gauge("hybrid_proxy_health_check_node_ports", "Health-check node ports, by state", checks, "state")
 
@@ -294,19 +290,13 @@ def _traffic_text(traffic: Rows, *, openmetrics: bool) -> Iterator[str]:
         family = name if openmetrics else f"{name}_total"
         yield f"# HELP {family} {text}\n# TYPE {family} counter\n"
         for label, prefix in directions:
-            count = attrgetter(f"{prefix}{unit}")
-            for chunk in _chunks(whose, counts):
-                yield "".join([f"{name}_total{{{text}{label}}} {count(row)}\n" for text, row in chunk])
+            values = map(attrgetter(f"{prefix}{unit}"), counts)
+            yield from (f"{name}_total{{{text}{label}}} {value}\n" for text, value in zip(whose, values, strict=True))
     name = f"hybrid_proxy_{what}_connect_seconds"
     yield f"# HELP {name} From a connection's SYN to the backend's answer\n# TYPE {name} summary\n"
-    for chunk in _chunks(whose, counts):
-        yield "".join(
-            [
-                f"{name}_count{{{text}}} {row.answered}\n{name}_sum{{{text}}} {row.connect_ns / 1e9:.9f}\n"
-                for text, row in chunk
-                if row.answered
-            ]
-        )
+    for text, row in zip(whose, counts, strict=True):
+        if row.answered:
+            yield f"{name}_count{{{text}}} {row.answered}\n{name}_sum{{{text}}} {row.connect_ns / 1e9:.9f}\n"
 
 
 _SHORT: Final = 7  # steps that share the first bucket, up to 8 microseconds
@@ -328,14 +318,7 @@ def _first_packets_text(found: Mapping[str, Sequence[int]]) -> Iterator[str]:
         yield f"{name}_sum{{{label}}} {seconds:.6f}\n{name}_count{{{label}}} {sums[-1]}\n"
 
 
-_CHUNK: Final = 500
 _DIRECTIONS: Final = ((',direction="request"', ""), (',direction="reply"', "reply_"))
-
-
-def _chunks(whose: list[str], rows: list[TrafficCounts]) -> Iterator[Iterable[tuple[str, TrafficCounts]]]:
-    """Formats rows with their labels, chunk by chunk: no text gets as long as all of them."""
-    for first in range(0, len(rows), _CHUNK):
-        yield zip(whose[first : first + _CHUNK], rows[first : first + _CHUNK], strict=True)
 
 
 def _escaped(text: str) -> str:

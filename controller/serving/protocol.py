@@ -216,6 +216,7 @@ class AgentStatus(msgspec.Struct, kw_only=True, frozen=True):
         health_checks: The health-check node ports of load balancers, and the agent's own pages.
         conntrack: The kernel's table of flows; null where it is not loaded.
         requests: Requests to the API server by their answer.
+        certificate_expires: When the kubeconfig's certificate expires; null: there is none.
         repairs: What other programs changed in the last hour, and the agent repaired.
         error: Why the last sync failed; empty if it succeeded.
         ready_seconds: The age of the process at its first programmed table; null until then.
@@ -262,6 +263,7 @@ class AgentStatus(msgspec.Struct, kw_only=True, frozen=True):
     health_checks: HealthChecks
     conntrack: Fill | None = None
     requests: list[ApiRequests]
+    certificate_expires: float | None = None
     repairs: list[ChangeRow] = []
     error: str
     ready_seconds: float | None

@@ -5,11 +5,13 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Callable
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
+import trustme
 
 from hybrid_proxy.controller.errors import SourceError
 from hybrid_proxy.controller.kubernetes import connection
@@ -134,3 +136,25 @@ def test_what_the_image_leaves_out_of_the_official_client_is_not_needed() -> Non
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]", "deploy/image/Dockerfile removes these modules"
+
+
+@pytest.mark.parametrize("year", [2031, 2049, 2050, 9999])
+def test_when_our_certificate_expires(year: int, tmp_path: Path) -> None:
+    """From 2050 on it has a time of another form (RFC 5280). In the kubelet's file it stands beside its key."""
+    until = datetime(year, 12, 31, 23, 59, 58, tzinfo=UTC)
+    of = trustme.CA().issue_cert("node", not_after=until)
+    for pem in (of.cert_chain_pems[0], of.private_key_and_cert_chain_pem):
+        pem.write_to_path(str(tmp_path / "current.pem"))
+        user = dict.fromkeys(("client-certificate", "client-key"), "current.pem")
+        assert of_user(tmp_path, user).certificate_expires == until.timestamp()
+
+
+@pytest.mark.parametrize(("more", "known"), [({}, True), ({"expirationTimestamp": "2031-01-01T00:00:00Z"}, False)])
+def test_a_certificate_that_its_program_renews_does_not_expire(
+    more: dict[str, str], known: bool, tmp_path: Path
+) -> None:
+    of = trustme.CA().issue_cert("node")
+    pem, key = (part.bytes().decode() for part in (of.cert_chain_pems[0], of.private_key_pem))
+    access = of_user(tmp_path, plugin(tmp_path, says(clientCertificateData=pem, clientKeyData=key, **more)))
+    assert (access.certificate_expires is not None) == known
+    assert of_user(tmp_path, {"token": "t"}).certificate_expires is None

@@ -33,7 +33,7 @@ STARTED = "Agent started"  # the annotation whose value is its time
 # Words of PromQL that these files use; everything else that looks like a name is a metric or a label.
 WORDS = frozenset({
     "sum", "max", "min", "count", "topk", "rate", "increase", "histogram_quantile", "vector", "by", "on", "or",
-    "group_left", "max_over_time", "and", "unless", "offset", "absent", "changes",
+    "group_left", "max_over_time", "and", "unless", "offset", "absent", "changes", "time",
 })  # fmt: skip
 
 
