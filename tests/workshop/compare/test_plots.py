@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import itertools
+import re
 
 import msgspec
 import pytest
 
+from hybrid_proxy.workshop.compare.pages import html
 from hybrid_proxy.workshop.compare.plots import Axis, Mark, Panel, curves, distributions, forest
 from hybrid_proxy.workshop.compare.report import report
 from hybrid_proxy.workshop.compare.result import Run
@@ -96,6 +98,19 @@ def test_what_is_far_away_is_an_arrow_and_what_is_near_keeps_its_place() -> None
     assert near.off == ""
     assert 45 < near.at < 50
     assert marks(rates, "new connections")["userspace"].off == "low"
+
+
+@pytest.mark.parametrize(("swing", "arrows", "drawn"), [
+    ((1.0,) * 6, "", True),  # all of it is on the axis
+    ((0.2, 0.3, 0.9, 1.1, 1.2, 1.3), "◀", True),  # the median is, an end of its interval is not
+    ((0.9, 1.0, 1.1, 1.2, 4.0, 5.0), "▶", True),
+    ((0.1, 0.2, 0.9, 1.1, 4.0, 5.0), "◀▶", True),
+    ((4.0,) * 6, "▶", False),
+])  # fmt: skip
+def test_an_end_of_an_interval_that_is_cut_has_an_arrow(swing: tuple[float, ...], arrows: str, drawn: bool) -> None:
+    page = html(report(swung(made_up(modes=("ebpf",), speed={"ebpf": 1.0}), "ebpf", swing)))
+    mark = page.partition("<h4>cost of a connection</h4>")[2].partition("</svg>")[0]
+    assert ("".join(re.findall("[◀▶]", mark)), 'class="dot"' in mark) == (arrows, drawn)
 
 
 def test_without_a_control_the_first_mode_is_the_measure() -> None:
