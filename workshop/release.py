@@ -31,7 +31,7 @@ VERSIONS: Final = (
 )  # fmt: skip
 TAGS: Final = (
     (CHART, "\nappVersion: {}"), ("deploy/README.md", "\ntag={}"),
-    ("deploy/components/image/kustomization.yaml", "newTag: {}"),
+    ("deploy/components/image/kustomization.yaml", "newTag: {}"), ("deploy/site.sh", ".example/hybrid-proxy {}"),
 )  # fmt: skip
 
 

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import tarfile
 import zipfile
+from collections import Counter
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
@@ -293,6 +294,20 @@ def test_a_tag_makes_a_commit_this_version(tags: tuple[str, ...], name: str, tmp
     assert (chart["version"], chart["appVersion"]) == (name, tag)
     for file, line in TAGS:
         assert line.format(tag) in (tmp_path / file).read_text(), "kustomizations and pages name the same image"
+
+
+def test_the_version_is_in_the_places_that_are_known_and_in_no_other() -> None:
+    """Pages may tell of a former one; tests have addresses that look like it, and pins may have the same number."""
+    if not (listed := git("ls-files").splitlines()):
+        pytest.skip("this is no clone of a repository, which knows its files")
+    pattern = re.compile(rf"(?<![\d.]){re.escape(__version__)}(?!\.?\d)")
+    known = Counter(file for file, _ in (*VERSIONS, *TAGS))
+    found = Counter({
+        file: len(pattern.findall((ROOT / file).read_text(errors="replace")))
+        for file in listed
+        if (ROOT / file).is_file() and not re.match(r"(docs|tests)/|\w+\.md$|deploy/image/\w+\.txt", file)
+    })  # fmt: skip
+    assert +found == known
 
 
 def test_a_build_between_versions_has_what_is_not_released_yet() -> None:
