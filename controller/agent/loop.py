@@ -45,7 +45,6 @@ from hybrid_proxy.controller.serving.memory import (
     changes_path,
     how_it_ended,
     kept_path,
-    killed_for_memory,
     memory_path,
     recall,
 )
@@ -145,8 +144,6 @@ class Agent:
         self.follower = ConfigFollower(followed)
         path, counters = memory_path(config.hybrid.admin_socket), Counters(time.time(), families)
         former = recall(path)
-        if former is not None and former.ended is None:
-            self.history.away(how_it_ended(path, former))
         cluster = Cluster(
             node_name, self.source.kinds, shares=bool(config.settings.proxy_name), last=former.node if former else None
         )
@@ -196,8 +193,10 @@ class Agent:
         )  # fmt: skip
         with contextlib.ExitStack() as stack:
             stack.enter_context(hold_netns("this network namespace"))
-            if (former := self.notebook.former) and killed_for_memory(former):
-                log.warning("%s", how_it_ended(self.notebook.path, former).text(time.time()))
+            if (former := self.notebook.former) and former.ended is None:
+                gone = how_it_ended(self.notebook.path, former)
+                self.history.away(gone)
+                log.warning("%s", gone.text(time.time()))
             self._busy_with = f"it opens mode {self.config.mode}"
             self._serve_admin(stack)
             self._start_thread("pauses", self._notice_pauses)

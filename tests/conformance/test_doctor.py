@@ -1882,6 +1882,7 @@ def test_changes_tell_when_the_agent_stood_still_and_when_it_was_killed(clinic: 
     clinic.agent.kill()
     clinic.agent.start()
     clinic.written(lambda row: f"agent {killed}: it was killed" in row.what)
+    assert f"agent {killed} is gone since" in clinic.agent.log.read_text()
 
 
 def test_a_drop_is_reported_in_the_same_words_after_a_restart(clinic: Clinic, mode: str) -> None:
