@@ -312,9 +312,10 @@ class _SyncLog:
         times = f" by {len(self.syncs)} syncs" if len(self.syncs) > 1 else ""
         changed, removed = sum(each.changed for each, _ in self.syncs), sum(each.removed for each, _ in self.syncs)
         names = some([*map(self._described, islice(self.before, 3)), *islice(self.before, 3, None)])
+        ms, services = 1000 * sum(seconds for _, seconds in self.syncs), several(len(self.before), "Service")
         log.info(
-            "%s changed, %d removed, in %.1f ms%s: %s", several(changed, "service port"), removed,
-            1000 * sum(seconds for _, seconds in self.syncs), times, names,
+            "%s of %s changed, %d removed, in %.1f ms%s: %s",
+            several(changed, "service port"), services, removed, ms, times, names,
         )  # fmt: skip
         former = _empty(self.before.values())
         empty = _empty(self.table.services.get(name) for name, entries in self.before.items() if entries)

@@ -258,8 +258,8 @@ def test_the_log_has_one_line_a_second(world: World, caplog: pytest.LogCaptureFi
     world.now += 1.0
     world.syncer.log.flush()
     world.syncer.log.flush()
-    _, (count, *_, names) = _logged(caplog)
-    assert count == "3 service ports"
+    _, (ports, services, *_, names) = _logged(caplog)
+    assert (ports, services) == ("3 service ports", "7 Services"), "as many as are named, and not named"
     assert names.startswith("d/web-2 (Service created), d/web-3 (Service created), d/web-")
     assert names.endswith(" and 4 more")
 
