@@ -102,7 +102,7 @@ examples:
 
 def _arguments(parser: argparse.ArgumentParser) -> None:
     add_service(parser)
-    parser.add_argument("--since", metavar="DURATION", help="only those of the last 30s, 5m or 2h")
+    parser.add_argument("--since", metavar="DURATION", help="only those of the last 30s, 5m, 2h or 1d")
     parser.add_argument("-w", "--watch", action="store_true", help="then print what changes, until Ctrl-C")
     parser.add_argument("--limit", type=number_from(1), default=200, metavar="N", help="the last N (default: 200)")
     add_admin(parser)

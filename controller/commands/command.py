@@ -28,6 +28,7 @@ PodAddress = Callable[[str, int], str]  # name and family (4 or 6) of a pod -> i
 
 _EXPLAINED: Final = re.compile(r" +\S.*?  +(?=\S)")  # an example, and the blanks before its explanation
 _EXAMPLE: Final = re.compile(r" +(?:source <\()?hybrid-proxy ")
+_DAYS: Final = re.compile(r"(\d+)d")
 REGISTRY: Final = "commands"  # the module of a package, or the package in it, whose `REGISTRY` adds commands
 SERVE, LOOK, ASK, OTHER = "serve", "look at the node", "find out why", "other"  # groups of commands
 
@@ -209,9 +210,9 @@ def started(since: str | None) -> float | None:
     """
     if since is None:
         return None
-    seconds = duration(since)
+    seconds = duration(_DAYS.sub(lambda days: f"{24 * int(days[1])}h", since))  # as Go reads it, which knows no days
     if seconds is None or seconds <= 0:
-        raise ConfigError(f"--since {since!r}: is not a duration, such as 30s, 5m or 2h")
+        raise ConfigError(f"--since {since!r}: is not a duration, such as 30s, 5m, 2h or 1d")
     return time.time() - seconds
 
 

@@ -230,7 +230,7 @@ def _drops_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "-f", "--follow", "-w", "--watch", action="store_true", help="then those that come, until Ctrl-C"
     )
-    parser.add_argument("--since", metavar="DURATION", help="only events of the last 30s, 5m, 2h (default: all)")
+    parser.add_argument("--since", metavar="DURATION", help="only events of the last 30s, 5m, 2h, 1d (default: all)")
     _common_arguments(parser, "the last N; -f ends after N new ones")
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import time
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +15,7 @@ import pytest
 
 from hybrid_proxy.controller.commands import watch
 from hybrid_proxy.controller.commands.columns import Screen, layout, table
+from hybrid_proxy.controller.commands.command import started
 from hybrid_proxy.controller.commands.packet_columns import advice, event_columns, grouped, kind
 from hybrid_proxy.controller.commands.terminal import print_stream
 from hybrid_proxy.controller.errors import ConfigError
@@ -305,3 +307,8 @@ def test_only_a_mode_that_reports_packets_can_say_that_there_was_none(
 def test_since_is_a_duration(text: str) -> None:
     with pytest.raises(ConfigError, match="--since"):
         watch.DROPS.run(argparse.Namespace(since=text))
+
+
+@pytest.mark.parametrize(("text", "hours"), [("1d", 24), ("2h", 2), ("1d12h", 36)])
+def test_since_knows_days_beside_the_units_of_go(text: str, hours: int) -> None:
+    assert started(text) == pytest.approx(time.time() - 3600 * hours, abs=60)
