@@ -7,6 +7,7 @@ meanwhile stay. Chains of the kubelet stay, and chains of kube-proxy to which fo
 from __future__ import annotations
 
 import contextlib
+import re
 from collections import Counter
 from collections.abc import Collection, Iterator
 from ipaddress import ip_address
@@ -31,6 +32,7 @@ SETS: Final = "KUBE-"
 OUR_SETS: Final = "HPV-"  # of mode ipvs, whose addresses are on the same device
 # The kubelet's, which needs them or makes them again (pkg/kubelet/kubelet_network_linux.go).
 KUBELETS: Final = frozenset({"KUBE-FIREWALL", "KUBE-IPTABLES-HINT", "KUBE-KUBELET-CANARY", "KUBE-MARK-DROP"})
+_TOOK: Final = re.compile(r"^\[(\d+):\d+\] -A KUBE-.* -j DNAT ", re.MULTILINE)  # of `iptables-save -c`
 _FAMILY: Final = {4: "ip", 6: "ip6"}
 
 
@@ -90,6 +92,16 @@ def find() -> Leftovers:
     if sets:
         things.append(f"{several(len(sets), 'ipset')} {SETS}*")
     return Leftovers(tuple(things), tuple(stays), tuple(servers))
+
+
+def took() -> int:
+    """Count the connections that rules of kube-proxy's mode iptables have sent to endpoints; others do not count."""
+    saved = ""
+    for tables in xtables.present():
+        for family in tables.families:
+            with contextlib.suppress(xtables.XtablesError):
+                saved += tables.save(family, "nat", counters=True)
+    return sum(map(int, _TOOK.findall(saved)))
 
 
 def open_ipvs_connections(servers: Collection[Server]) -> Counter[str]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import msgspec
 
 HEALTH_PORT = 10256  # kube-proxy's --healthz-bind-address
+LEFT, ITS_RULES = "kube-proxy left its ", ", and its rules"  # of a message: objects in between, what they do behind
 _TWO_PROXIES = "two proxies answer for the same addresses"
 
 
@@ -62,8 +63,8 @@ def warnings(found: OtherProxies, *, beside: bool = False) -> tuple[str, ...]:
         )
     elif found.kube_proxy:
         messages.append(
-            f"kube-proxy left its {_joined(found.kube_proxy)} here, and its rules send clients to endpoints of the "
-            "past, because nobody maintains them; `hybrid-proxy takeover` removes them."
+            f"{LEFT}{_joined(found.kube_proxy)} here{ITS_RULES} send clients that meet them to endpoints of the past, "
+            "because nobody maintains them; `hybrid-proxy takeover` removes them."
         )
     if found.agents:
         others = ", ".join(f"process {process.pid} ({process.name})" for process in found.agents)

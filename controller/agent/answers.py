@@ -272,6 +272,7 @@ class Answers:
             configuration=self.follower.status(self.mode.config),
             former_modes=sorted(self.mode.former_modes),
             other_proxies=list(self.other_proxies.warnings),
+            left_took=self.other_proxies.left_took,
             foreign_nat=list(self.other_proxies.nat or ()),
             health_checks=self.http.status(),
             conntrack=conntrack.fill(),

@@ -37,6 +37,7 @@ class OtherProxiesWatcher:
     removed.
     `report` is called with each new warning, from the thread.
     `nat` is None until the first search, `table` returns the table that is served.
+    `left_took` is how many connections rules that a kube-proxy left took since `settled`, of mode ebpf; None: unknown.
     `beside`: this agent serves only some Services, alongside a kube-proxy.
     """
 
@@ -51,6 +52,8 @@ class OtherProxiesWatcher:
     ) -> None:
         self.warnings: tuple[str, ...] = ()
         self.nat: tuple[Taken, ...] | None = None
+        self.left_took: int | None = None
+        self._took_before: int | None = None
         self.mode = mode
         self.settled = False
         self._former = former
@@ -77,9 +80,12 @@ class OtherProxiesWatcher:
             if not self.settled or modes != {self.mode, *self._former()}:  # a switch: nobody has left anything yet
                 seen = msgspec.structs.replace(seen, ours=())
             found = warnings(seen, beside=self._beside)
+            took = _took() if self.mode == "ebpf" and self.settled and seen.kube_proxy else None
         except Exception:
             log.exception("the search for other proxies and NAT failed")
             return
+        self._took_before = took if took is None or self._took_before is None else min(took, self._took_before)
+        self.left_took = took if took is None or self._took_before is None else took - self._took_before
         before, self.warnings = self.warnings, found
         for warning in found:
             if warning not in before:
@@ -98,3 +104,9 @@ class OtherProxiesWatcher:
                 due, ended = now + (NAT_SECONDS if self.nat else SECONDS), time.monotonic()
                 rested = ended + PATIENCE * (ended - now)
             self._stop.wait(READ_SECONDS)
+
+
+def _took() -> int:
+    from hybrid_proxy.dataplane.kube_proxy import took  # few nodes need all that it imports
+
+    return took()

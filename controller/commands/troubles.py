@@ -16,6 +16,7 @@ from hybrid_proxy.controller.semantics.explain import left_text
 from hybrid_proxy.controller.semantics.history import CUT, GONE
 from hybrid_proxy.controller.serving.protocol import AgentStatus, SourceStatus
 from hybrid_proxy.dataplane.firewall_rules import DSTNAT, Rule, Taken
+from hybrid_proxy.dataplane.other_proxies import ITS_RULES, LEFT
 from hybrid_proxy.dataplane.reports import FORWARDING, Fill, Status, Unprogrammed, clock, several, some
 
 NEARLY_FULL: Final = 0.9
@@ -74,8 +75,7 @@ def troubles(status: AgentStatus, *, serves: bool = False, answered: Collection[
         text, todo = "load balancers are told to send nothing to this node", "`hybrid-proxy drain --off` ends that"
         drained = Trouble("drain", "draining", text, "drained", [todo], Verdict.DRAINED, "warning", todo, [text])
         found.insert(min(1, len(found)), drained)  # the first line has room for few reasons
-    if status.other_proxies:
-        found.append(Trouble("", "other-proxy", "another proxy is on this node", "OTHER PROXY", status.other_proxies))
+    found += other_proxies(status.other_proxies, status)
     mode = status.mode
     found += (nat_trouble(one, [mode.effective]) for one in status.foreign_nat)
     if mode.degraded:
@@ -300,6 +300,20 @@ def forwarding_off(names: Sequence[str]) -> tuple[str, str]:
     settings = [f"net.ipv4.conf.{name.replace('.', '/')}.forwarding" for name in names]  # as sysctl wants it
     text = f"{some(settings)} {'is' if len(names) == 1 else 'are'} 0, so this node forwards nothing that comes in there"
     return text, some([f"`sysctl -w {each}=1`" for each in settings])
+
+
+def other_proxies(texts: Sequence[str], status: AgentStatus | None) -> Iterator[Trouble]:
+    """Judge other proxies: what a kube-proxy left gets no packet where programs serve each before netfilter sees it."""
+    ebpf = status.dataplane.ebpf if status and status.left_took == 0 and not status.dataplane.unprogrammed else None
+    spared = ebpf is not None and bool(ebpf.sockets.cgroup) and not ebpf.pods.failed
+    idle = [text for text in texts if spared and text.startswith(LEFT) and "ipvs" not in text.lower()]
+    cause: Cause = "other-proxy"
+    if bad := [text for text in texts if text not in idle]:
+        said, todo = "another proxy is on this node", "see docs/migration.md"
+        yield Trouble("other proxies", cause, said, "OTHER PROXY", bad, todo=todo)
+    end = "; they get no packet of a Service, which mode ebpf serves before them; `hybrid-proxy takeover` removes them"
+    details = [text.partition(ITS_RULES)[0] + end for text in idle]
+    yield Trouble("other proxies", cause, "", "warning", details, Verdict.OK, "warning")
 
 
 def nat_trouble(one: Taken, modes: Collection[str]) -> Trouble:

@@ -212,6 +212,7 @@ class AgentStatus(msgspec.Struct, kw_only=True, frozen=True):
         configuration: The configuration in effect.
         former_modes: Modes that drain, go or come.
         other_proxies: Warnings about other proxies on this node.
+        left_took: Connections that rules which a kube-proxy left took since this agent serves; null: unknown.
         foreign_nat: NAT of other programs for addresses of Services.
         health_checks: The health-check node ports of load balancers, and the agent's own pages.
         conntrack: The kernel's table of flows; null where it is not loaded.
@@ -259,6 +260,7 @@ class AgentStatus(msgspec.Struct, kw_only=True, frozen=True):
     configuration: ConfigurationStatus
     former_modes: list[str] = []
     other_proxies: list[str]
+    left_took: int | None = None
     foreign_nat: list[Taken] = []
     health_checks: HealthChecks
     conntrack: Fill | None = None

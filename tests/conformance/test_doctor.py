@@ -630,6 +630,13 @@ def firewall(table: str) -> Provoke:
     return provoke
 
 
+@contextmanager
+def left_rules(clinic: Clinic) -> Iterator[None]:
+    with clinic.rules("node", "table ip kube-proxy { }"):
+        clinic.agent.wait(lambda now: now.left_took is not None if clinic.agent.mode == "ebpf" else now.other_proxies)
+        yield
+
+
 def put_behind(table: str, *pods: str, place: str = "node", **spec: object) -> Provoke:
     @contextmanager
     def provoke(clinic: Clinic) -> Iterator[None]:
@@ -865,7 +872,7 @@ INCIDENTS = [
         "10.77.2.11 on lab-node2",
         advised="""kubectl -n shop patch service web -p '{"spec":{"externalTrafficPolicy":"Cluster"}}'""",
     ),
-    Incident("kube-proxy left its rules", rules("node", "table ip kube-proxy { }"), (), "other-proxy", own=True),
+    Incident("kube-proxy left its rules", left_rules, (), "other-proxy", noted="takeover", own=True),
     Incident("no endpoint of three is ready", put(*PODS, ready=False), (NAME,), "no-endpoint", said="0 of 3"),
     Incident(
         "the slice's port has another name",

@@ -32,6 +32,7 @@ from hybrid_proxy.controller.semantics.history import DELETED, ChangeRow
 from hybrid_proxy.controller.semantics.lacks import Lack, with_policy
 from hybrid_proxy.controller.serving.protocol import DrainingMode, SourceStatus, TableAnswer, TablePort
 from hybrid_proxy.dataplane.firewall_rules import Rule, Taken
+from hybrid_proxy.dataplane.other_proxies import ITS_RULES, LEFT
 from hybrid_proxy.dataplane.reports import (
     BackendRow,
     Ejection,
@@ -41,6 +42,7 @@ from hybrid_proxy.dataplane.reports import (
     Fill,
     PacketEvent,
     ServiceRow,
+    SocketHooks,
     Unprogrammed,
 )
 from hybrid_proxy.dataplane.table import Backend, BackendSet, Frontend, Kind, Masquerade, WhenEmpty
@@ -447,9 +449,17 @@ def test_a_client_alone_that_is_cut_off_is_named() -> None:
     assert [each.cause for each in findings if each.mark == "problem"] == ["endpoint-route"]
 
 
+LEFT_RULES = f"{LEFT}chain KUBE-SERVICES in ip nat here{ITS_RULES} send clients astray"
+IN_PLACE = dataplane(ebpf=msgspec.structs.replace(ebpf(), sockets=SocketHooks("/sys/fs/cgroup", "")))
 # fmt: off
 NODES = [
     pytest.param({"other_proxies": ("kube-proxy left its rules",)}, "other-proxy", "problem", id="another proxy"),
+    pytest.param({"other_proxies": (LEFT_RULES,), "agent": agent_status(left_took=0, dataplane=IN_PLACE)}, "other-proxy", "warning", id="rules of a kube-proxy behind our programs"),
+    pytest.param({"other_proxies": (LEFT_RULES,), "agent": agent_status(left_took=3, dataplane=IN_PLACE)}, "other-proxy", "problem", id="rules of a kube-proxy that took packets"),
+    pytest.param({"other_proxies": (LEFT_RULES,), "agent": agent_status(left_took=0, dataplane=dataplane(mode="iptables", ebpf=None))}, "other-proxy", "problem", id="rules of a kube-proxy beside ours"),
+    pytest.param({"other_proxies": (LEFT_RULES,), "agent": agent_status(left_took=0, dataplane=dataplane())}, "other-proxy", "problem", id="rules of a kube-proxy that the node's own packets meet"),
+    pytest.param({"other_proxies": (f"{LEFT}device kube-ipvs0 here",), "agent": agent_status(left_took=0, dataplane=IN_PLACE)}, "other-proxy", "problem", id="addresses of a kube-proxy"),
+    pytest.param({"other_proxies": ("kube-proxy is working here",), "agent": agent_status(left_took=0, dataplane=IN_PLACE)}, "other-proxy", "problem", id="a kube-proxy that works"),
     pytest.param({"forwarding": {4: True, 6: False}}, "forwarding-off", "problem", id="no forwarding of IPv6"),
     pytest.param({"closed": (rule("forward", "policy drop", 9),)}, "firewall", "warning", id="the policy of FORWARD drops"),
     pytest.param({"taken": (Taken("a/b", "10.96.0.9", Rule("ip x", "c", ("prerouting",), "dnat to 10.0.0.1", 9, away=True)),)}, "foreign-nat", "problem", id="NAT of another program"),
@@ -478,7 +488,11 @@ NODES = [
 @pytest.mark.parametrize(("fields", "expected"), ONE_TROUBLE)
 def test_doctor_is_as_happy_as_the_status(fields: dict[str, object], expected: Judged) -> None:
     agent = agent_status(**fields)
-    seen = {"conntrack": agent.conntrack, "taken": tuple(agent.foreign_nat)}
+    seen = {
+        "conntrack": agent.conntrack,
+        "taken": tuple(agent.foreign_nat),
+        "other_proxies": tuple(agent.other_proxies),
+    }
     node = msgspec.structs.replace(WELL, agent=agent, programmed={agent.mode.effective: 1}, **seen)
     found = diagnose("node", list(node_findings(node)))
     assert judged(agent) is expected

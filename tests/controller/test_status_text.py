@@ -33,6 +33,7 @@ from hybrid_proxy.controller.serving.protocol import (
     SourceStatus,
 )
 from hybrid_proxy.dataplane.firewall_rules import Rule, Taken
+from hybrid_proxy.dataplane.other_proxies import ITS_RULES, LEFT
 from hybrid_proxy.dataplane.reports import (
     EbpfStatus,
     Ejection,
@@ -234,6 +235,15 @@ def test_flows_that_were_not_counted_yet_are_not_none() -> None:
     assert "its flows are not counted yet (`status` has them in two seconds)" in shown
 
 
+def test_rules_of_a_kube_proxy_that_take_nothing_are_a_remark_with_the_command() -> None:
+    known = {"other_proxies": [f"{LEFT}table ip kube-proxy here{ITS_RULES} are old"], "dataplane": WELL.dataplane}
+    first, said, *_ = lines(agent_status(**known, left_took=0), Screen(), NOW)
+    assert (first, said.partition("; ")[0]) == ("OK", f"  warning: {LEFT}table ip kube-proxy here")
+    assert "`hybrid-proxy takeover`" in said
+    for taken in (None, 1):
+        assert "OTHER PROXY" in "\n".join(lines(agent_status(**known, left_took=taken), Screen(), NOW))
+
+
 def nat(packets: int | None, priority: int = -100) -> Taken:
     """A rule of somebody that takes a ClusterIP."""
     text = "ip daddr 10.96.0.9 tcp dport 80 dnat to 192.0.2.9:80"
@@ -351,6 +361,7 @@ ONE_TROUBLE = (
     pytest.param({"foreign_nat": [nat(0, -150)], **NFT},                 Verdict.OK,          id="first-nat-met-none"),
     pytest.param({"foreign_nat": [nat(None, -50)], **NFT},               Verdict.OK,          id="nat-behind-ours"),
     pytest.param({"foreign_nat": [nat(3, -50)], **NFT},                  Verdict.DEGRADED,    id="later-nat-met-some"),
+    pytest.param({"other_proxies": [f"{LEFT}x here"], "left_took": 1},   Verdict.DEGRADED,    id="another-proxy"),
     pytest.param({"cut": ["eth0"]},                                      Verdict.DEGRADED,    id="an-uplink-is-down"),
     pytest.param({"left_to_node": {"10.96.0.10": "a/b"}},                Verdict.OK,          id="own-cluster-ip"),
     pytest.param({"conntrack": Fill(100, 100)},                          Verdict.DEGRADED,    id="conntrack-is-full"),

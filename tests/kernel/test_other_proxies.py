@@ -171,7 +171,7 @@ TABLES = ("table ip kube-proxy", "table ip6 kube-proxy")
 # fmt: off
 CASES = [
     pytest.param(OtherProxies(), [], id="nothing"),
-    pytest.param(OtherProxies(TABLES), ["kube-proxy left its table ip kube-proxy and table ip6 kube-proxy here, and its rules send clients to endpoints of the past, because nobody maintains them; `hybrid-proxy takeover` removes them."], id="rules alone are leftovers"),  # noqa: E501
+    pytest.param(OtherProxies(TABLES), ["kube-proxy left its table ip kube-proxy and table ip6 kube-proxy here, and its rules send clients that meet them to endpoints of the past, because nobody maintains them; `hybrid-proxy takeover` removes them."], id="rules alone are leftovers"),  # noqa: E501
     pytest.param(OtherProxies(TABLES, health=True), ["kube-proxy is working here (its health port 10256 answers, and its table ip kube-proxy and table ip6 kube-proxy are in place)"], id="rules and a health port"),  # noqa: E501
     pytest.param(OtherProxies((), (Process(7, "kube-proxy"),)), ["kube-proxy is working here (process 7): two proxies"], id="a process alone"),  # noqa: E501
     pytest.param(OtherProxies(agents=(Process(9, "hybrid-proxy run"),)), ["another agent of hybrid-proxy works here: process 9"], id="another agent"),  # noqa: E501
@@ -342,6 +342,26 @@ class TestWatching:
         nft("delete table ip kube-proxy")
         watcher.search()
         assert watcher.warnings == ()
+
+    def test_it_counts_what_rules_of_a_kube_proxy_take_once_we_serve(self):
+        with IPRoute() as link:
+            index = link.link_lookup(ifname="lo")[0]
+            link.route("add", dst="10.96.7.0/24", oif=index)
+        backend = ("127.0.0.1", 9)
+        put("iptables", Rows("10.77.0.0/16", [Row(("10.96.7.1", 53), (backend,), "udp")]))
+        watcher = OtherProxiesWatcher("ebpf", lambda _: None)
+
+        def ask() -> int | None:
+            with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as client:
+                client.sendto(b"x", ("10.96.7.1", 53))
+            watcher.search()
+            return watcher.left_took
+
+        assert ask() is None, "kube-proxy's rules may serve until we do"
+        watcher.settled = True
+        assert (ask(), ask(), ask()) == (0, 1, 2)
+        kube_proxy.remove()
+        assert ask() is None
 
     def test_rules_that_come_are_noticed_in_seconds_and_those_that_stay_are_not_searched(self, monkeypatch):
         searches = []

@@ -39,6 +39,7 @@ from hybrid_proxy.controller.commands.troubles import (
     forwarding_trouble,
     nat_trouble,
     no_nat,
+    other_proxies,
     raise_it,
     so_far,
     take_off,
@@ -168,8 +169,8 @@ def node_findings(facts: NodeFacts) -> Iterator[Finding]:
     none = Finding("ok", "other proxies", "there is none")
     if facts.denied:
         none = Finding("unknown", "other proxies", "permission denied", AS_ROOT)
-    found, todo = facts.other_proxies, "see docs/migration.md"
-    yield from [Finding("problem", none.subject, text, todo, "other-proxy") for text in found] or [none]
+    found = [(one, text) for one in other_proxies(facts.other_proxies, agent) for text in one.details]
+    yield from [Finding(one.mark, one.subject, text, one.todo, one.cause) for one, text in found] or [none]
     yield from _forwarding(facts)
     yield from _closed(facts)
     yield from _away(facts)
