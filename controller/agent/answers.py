@@ -251,6 +251,7 @@ class Answers:
             problems=list(cluster.problems.values()),
             node_faults=list(self.node_faults()),
             lost_routes=[r for r in sorted(self.history.lost) if not links.next_hop(links.ELSEWHERE["::/0" in r])],
+            lost_addresses=sorted(self.history.lost_addresses),
             cut=self.history.cut,
             left_to_node=dict(builder.table.left_to_node),
             down=[name for name, since in self.down.items() if time.monotonic() - since > NEW_SECONDS],

@@ -77,6 +77,7 @@ class History:
         self._lasting: dict[str, Mapping[str, str]] = {"faults": {}}  # what was so at the last call, and its Service
         self._came: dict[str, float] = {}  # when each of them came
         self.lost = set[str]()  # of these the default routes that it had, and has no other instead
+        self.lost_addresses = set[str]()  # of these those that somebody may want back
         self.cut: list[str] = []  # interfaces that are down, with which some of them went
 
     def record(self, kind: Kind, what: str, by: str = "hybrid-proxy", service: str = "") -> None:
@@ -123,6 +124,9 @@ class History:
         names = {each: each.removeprefix("ip ").replace(" add ", " ") for each in (*gone, *came)}
         mistaken = self._mistaken(gone)
         back = {each: f": `{each}`{GONE}" for each in gone if each.split()[-1] in links and each not in mistaken}
+        self.lost_addresses = {
+            each for each in self.lost_addresses | back.keys() if each.startswith("ip address ") and each not in now
+        }
         self._of_kernel([f"{names[each]} is gone{back.get(each, '')}" for each in gone], worse=True)
         self._of_kernel([f"{names[each]} came" for each in came], worse=False)
 

@@ -210,7 +210,9 @@ def _object_troubles(status: AgentStatus) -> Iterator[Trouble]:
             yield Trouble("objects", "refused-objects", text, label, [each.text for each in those],
                           todo=f"correct the {what}", said=[each.report for each in those])  # fmt: skip
     if status.node_faults:
-        what, todo = _many(status.node_faults, "fact of this node", "facts of this node"), "correct it, or the setting"
+        what, at = _many(status.node_faults, "fact of this node", "facts of this node"), " ".join(status.node_faults)
+        back = [f"`{one}`" for one in status.lost_addresses if f" {one.split()[3].partition('/')[0]}, " in at]
+        todo = f"{some(back)}, then its routes, which doctor names" if back else "correct it, or the setting"
         yield Trouble("node", "node-faults", f"{what} missing or wrong", "node", status.node_faults, todo=todo)
     for route in status.lost_routes:
         text = f"the default route of IPv{6 if '::/0' in route else 4} is gone"

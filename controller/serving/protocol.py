@@ -201,6 +201,7 @@ class AgentStatus(msgspec.Struct, kw_only=True, frozen=True):
         problems: Refused objects, whose last good version stays; with `in_use`: used without a part.
         node_faults: What is missing or wrong in the Node object and the ServiceCIDRs, and what serves instead.
         lost_routes: Commands that restore default routes.
+        lost_addresses: Commands that restore addresses.
         cut: Uplinks that are down.
         left_to_node: ClusterIPs that an interface of this node has (NodeLocal DNSCache), each with its Service.
         down: Interfaces of pods, down at either end.
@@ -249,6 +250,7 @@ class AgentStatus(msgspec.Struct, kw_only=True, frozen=True):
     problems: list[Problem]
     node_faults: list[str] = []
     lost_routes: list[str] = []
+    lost_addresses: list[str] = []
     cut: list[str] = []
     left_to_node: dict[str, str] = {}
     unheard: list[str] = []

@@ -512,7 +512,8 @@ def taken(what: str, *argument: str, pod: str = "pod2") -> Provoke:
         clinic.run("node", "ip", what, "del", *argument)
         try:
             clinic.written(lambda row: row.what.endswith(GONE))
-            clinic.agent.wait(lambda status: status.synced and lacks_address(status) is (what == "address"))
+            status = clinic.agent.wait(lambda now: now.synced and lacks_address(now) is (what == "address"))
+            assert bool(status.lost_addresses) is (what == "address")
             yield
         finally:
             if what == "address":

@@ -352,6 +352,14 @@ def test_what_goes_with_a_link_that_is_down_has_one_cause_until_the_link_is_up(t
         said = len(rows)
 
 
+def test_an_address_is_lost_until_it_is_back(tmp_path: Path) -> None:
+    history = History(tmp_path / "admin.changes")
+    address, route = "ip address add 192.0.2.2/24 dev eth0", "ip route add 10.0.0.0/8 via 192.0.2.1 dev eth0"
+    for held, lost in (([address, route], set()), ([], {address}), ([route], {address}), ([address, route], set())):
+        history.held(frozenset(held), ETH0)
+        assert history.lost_addresses == lost
+
+
 @pytest.mark.parametrize("mistake", ["a Service's", "left to the node", "it came just now", "its link went with it"])
 def test_nobody_is_told_to_put_a_mistake_back(tmp_path: Path, mistake: str) -> None:
     history, path = History(tmp_path / "admin.changes"), tmp_path / "admin.changes"
@@ -362,6 +370,7 @@ def test_nobody_is_told_to_put_a_mistake_back(tmp_path: Path, mistake: str) -> N
     for held in [()] * (mistake == "it came just now") + [(command,), ()]:
         history.held(frozenset(held), {} if "link" in mistake else ETH0)
     history.flush()
+    assert history.lost_addresses == set()
     assert [row.text for row in read_changes(path)][-1] == "address 10.96.0.1/32 dev eth0 is gone"
 
 

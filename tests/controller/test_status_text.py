@@ -383,6 +383,18 @@ def test_the_verdict_follows_from_what_is_wrong(fields: dict[str, Any], expected
     assert verdict(agent_status(**fields)) is expected
 
 
+def test_a_lost_address_is_told_with_the_command() -> None:
+    command, fault = "ip address add 192.0.2.2/24 dev eth0", "no interface has 192.0.2.2, which the Node reports"
+    for lost, todo in (
+        ([command], f"→ `{command}`"),
+        ([], "→ correct it"),
+        ([command.replace(".2/", ".23/")], "→ corr"),
+    ):
+        shown = list(lines(agent_status(node_faults=[fault], lost_addresses=lost), Screen(), NOW))
+        assert shown[1] == f"  node: {fault}"
+        assert shown[2].strip().startswith(todo)
+
+
 def test_an_uplink_that_is_down_comes_first_and_default_routes_are_told_by_their_family() -> None:
     lost = [
         f"ip route add {to} via {gateway} dev a" for to, gateway in (("0.0.0.0/0", "192.0.2.1"), ("::/0", "fe80::1"))
