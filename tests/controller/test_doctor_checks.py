@@ -510,6 +510,13 @@ def test_drops_by_rp_filter_are_as_old_as_they_are() -> None:
         assert f" packets of {host} at {event.interface} (" in found.text
 
 
+def test_drops_by_rp_filter_that_no_event_tells_of_are_of_the_strict_interfaces() -> None:
+    facts = msgspec.structs.replace(WELL, lost={"rp_filter": (9, 3)}, reverse_path={"eth0": 1, "a.7": 1, "b": 2})
+    (found,) = (each for each in node_findings(facts) if each.cause == "reverse-path")
+    assert " at a.7 or eth0 (3, just now)" in found.text
+    assert found.todo.endswith("`sysctl -w net.ipv4.conf.a/7.rp_filter=2`, `sysctl -w net.ipv4.conf.eth0.rp_filter=2`")
+
+
 def test_drops_by_rp_filter_are_over_where_no_interface_is_strict_any_more() -> None:
     event = msgspec.structs.replace(EVENT, reason="drop_reverse_path", time=WELL.now - 170)
     facts = msgspec.structs.replace(WELL, events=(event,), reverse_path={"eth0": 2})
@@ -1335,6 +1342,18 @@ def test_a_rule_past_which_the_program_sends_a_client_on_is_not_on_its_way(
     (found,) = (each for each in findings if each.subject == "firewall")
     past = "not on the way of 192.168.77.1: mode ebpf sends these packets on past FORWARD: `tcp dport 8080 drop`"
     assert (found.mark, past in found.text) == (mark, mark == "ok")
+
+
+def test_of_rules_on_the_way_what_takes_packets_now_comes_first() -> None:
+    idle, former, busy = (rule("prerouting", f"tcp dport 30080 counter {does}", count)
+                          for does, count in (("drop", 0), ("reject", 9), ("drop comment x", 3)))  # fmt: skip
+    asked = facts(
+        *GOOD, ports=(OUTER,), rules=(idle, former, busy), stranger_at="eth0",
+        table=told(node_ports_at=["192.168.77.2"]), counted={msgspec.structs.replace(busy, packets=None): 1},
+    )  # fmt: skip
+    node = msgspec.structs.replace(WELL, programmed={"nftables": 1})
+    (found,) = (each for each in service(asked, node)[2] if "clients outside" in each.text)
+    assert re.findall(r"counter (\w+(?: comment)?)", found.text) == ["drop comment", "reject", "drop"]
 
 
 @pytest.mark.parametrize(

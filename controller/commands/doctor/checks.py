@@ -296,8 +296,11 @@ def _reverse_path(facts: NodeFacts) -> Finding:
     if now or (seen and strict):
         when = "just now" if now else f"the last {ago(facts.now - max(row.time for row in seen))}"
         whose = some(sorted({f"of {row.source.rpartition(':')[0]} at {row.interface} " for row in seen}), "and ")
+        whose = whose or f"at {some(strict, ' or ')} " * bool(strict)
         text = f"rp_filter drops packets {whose}({len(seen) + now}, {when}): the route back is by another interface"
-        todo = "correct the route, or set net.ipv4.conf.*.rp_filter to 2 where two ways are meant"
+        names = sorted({row.interface for row in seen if row.interface}) or strict
+        loose = some([f"`sysctl -w net.ipv4.conf.{name.replace('.', '/')}.rp_filter=2`" for name in names], ", ")
+        todo = f"correct the route, or where two ways are meant {loose or 'set net.ipv4.conf.*.rp_filter to 2'}"
         return Finding("warning", "rp_filter", text, todo, "reverse-path")
     return Finding("ok", "rp_filter", f"strict at {some(strict)}, and drops nothing" if strict else "nowhere strict")
 
@@ -893,7 +896,7 @@ def _outside(facts: ServiceFacts, node: NodeFacts, to: str, options: str) -> Ite
                 one = Tried("node", facts.stranger, "backend", socket_text(*end), port.protocol, "failed")
                 found |= {rule: None for rule in there if _is_about(rule, one, facts)}
     who = facts.stranger or f"clients outside to {to}"
-    if rules := [*met]:
+    if rules := sorted(met, key=lambda rule: _idle(rule, facts)):
         text = f"on the way of {who} {_verb(rules, 'is', 'are')} {some(list(map(str, rules)), '; ')}"
         todo = f"{_accept(rules[0])}; `hybrid-proxy trace {options}` shows what gets past it"
         yield Finding("warning", "firewall", text, todo, "firewall", certain=False)
@@ -977,7 +980,14 @@ def _rules_at(facts: ServiceFacts, node: NodeFacts, failed: Sequence[Tried], rul
         hooked = bool(hooks) and not any(met.isdisjoint(rule.hooks) for met in ([OWN] if rule.pod else hooks))
         return hooked and (not named or bool(named & ends))
 
-    return sorted(filter(may_be_met, rules), key=lambda rule: {"forward", "output"}.isdisjoint(rule.hooks))
+    return sorted(
+        filter(may_be_met, rules), key=lambda rule: ({"forward", "output"}.isdisjoint(rule.hooks), _idle(rule, facts))
+    )
+
+
+def _idle(rule: Rule, facts: ServiceFacts) -> tuple[int, int]:
+    """A key that sorts what takes packets now first, then what took most before."""
+    return -facts.counted.get(msgspec.structs.replace(rule, packets=None), 0), -(rule.packets or 0)
 
 
 def _explaining(facts: ServiceFacts, node: NodeFacts, failed: Sequence[Tried]) -> list[Rule]:
