@@ -96,6 +96,23 @@ def listening(protocol: int) -> list[tuple[str, int]]:
     return found
 
 
+def unread() -> dict[int, tuple[int, int]]:
+    """Returns for UDP ports of the thread's namespace how many bytes no process has read, and how many datagrams went.
+
+    These were dropped at the socket, mostly because its queue was full, since it was opened.
+
+    Raises:
+        OSError: it cannot be read.
+    """
+    found = dict[int, tuple[int, int]]()
+    for file in ("udp", "udp6"):
+        for row in Path("/proc/thread-self/net", file).read_text().splitlines()[1:]:
+            _, local, _, _, queues, *_, dropped = row.split()
+            port, (waiting, lost) = int(local[-4:], 16), found.get(int(local[-4:], 16), (0, 0))
+            found[port] = waiting + int(queues.rpartition(":")[2], 16), lost + int(dropped)
+    return found
+
+
 def packet_size(address: str) -> int:
     """Returns the largest packet that the thread's namespace sends to an address: the MTU of the route or its device.
 

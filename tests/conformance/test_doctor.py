@@ -1564,6 +1564,27 @@ def test_a_program_that_accepts_nothing_is_told_by_its_full_queue(clinic: Clinic
     assert [each.cause for each in found.findings if each.mark == "problem"] == [found.cause], found
 
 
+@only_in("ebpf", "nftables")
+@pytest.mark.parametrize("hangs", [True, False])
+def test_a_program_that_reads_no_datagram_is_told_by_its_full_queue(clinic: Clinic, hangs: bool) -> None:
+    recovered(clinic)
+    address = clinic.lab["pod1"].address4
+    servers = clinic.lab.serve("pod1", http=(DNS,), udp=())
+    with clinic.lab.socket("pod1", kind=socket.SOCK_DGRAM) as server, ExitStack() as stack:
+        server.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        server.bind((address, DNS))
+        client = stack.enter_context(clinic.lab.socket("pod4", kind=socket.SOCK_DGRAM))
+        for _ in range(99 * hangs):
+            client.sendto(bytes(500), (address, DNS))
+        clinic.put("pod1", target=DNS, twin="UDP")
+        code, found = clinic.doctor(NAME)
+    servers.terminate()
+    servers.wait()
+    clinic.put(*PODS)
+    assert (code, found.cause) == ((1, "backend-never-answers") if hangs else (0, "")), found
+    assert not hangs or re.search(f"{address}:{DNS}/UDP listens, but its queue of \\d+ bytes is full", found.verdict)
+
+
 @only_in("ebpf")
 @pytest.mark.parametrize(
     ("place", "to", "wrong", "pod"),

@@ -757,16 +757,18 @@ def _connections(facts: ServiceFacts, node: NodeFacts) -> Iterator[Finding]:
     made = [each for each in facts.tried if each.outcome != "failed" and each.source not in blamed]
     through = [each for each in made if each.via == "service"]
     direct = [each for each in made if each.via == "backend"]
-    full = {
-        (socket_text(end, port), "TCP"): size
-        for link in facts.links for end in link.addresses for port, size in link.full.items()
+    at_links = [(link, end) for link in facts.links for end in link.addresses]
+    full = {(socket_text(end, port), "TCP"): f"{size}" for link, end in at_links for port, size in link.full.items()}
+    full |= {
+        (socket_text(end, port), "UDP"): f"{size} bytes"
+        for link, end in at_links for port, (size, lost) in link.unread.items() if size and lost > 0
     }  # fmt: skip
-    stuck = [each for each in direct if each.end in full and not is_good(each)]
+    stuck = [each for each in direct if each.end in full and (not is_good(each) or each.outcome == "sent")]
     dead = [each for each in direct if _host(each) in blamed and each.outcome not in ANSWERED] + stuck
     direct = [each for each in direct if each not in dead]
     if stuck:
         what = dict.fromkeys(f"{_end(each)} listens, but its queue of {full[each.end]} is full" for each in stuck)
-        text = f"{some([*what], '; ')}: the program does not accept"
+        text = f"{some([*what], '; ')}: the program does not {'accept' if stuck[0].protocol == 'TCP' else 'read'}"
         yield Finding("problem", "connections", text, FAILURES["mute"][3], "backend-never-answers", hits=len(what))
     for each in facts.tried:
         if each.outcome == "failed":

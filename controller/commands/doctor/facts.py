@@ -70,6 +70,7 @@ class PodLink(msgspec.Struct, frozen=True):
     sends: int = 0  # the pod's largest packet: the MTU of its route
     drops: int = 0  # packets that both ends dropped during the connections
     full: dict[int, int] = {}  # port of a listener whose queue is full -> how many connections that takes
+    unread: dict[int, tuple[int, int]] = {}  # UDP port -> bytes that wait there, datagrams dropped in the connections
     down: str = ""  # the command that sets the end up that is down
     path: str = ""  # of the pod's network namespace
 

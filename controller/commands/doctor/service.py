@@ -13,7 +13,7 @@ import msgspec
 
 from hybrid_proxy.controller.commands.doctor.checks import lost_on_the_way, places, reached
 from hybrid_proxy.controller.commands.doctor.connect import REPEAT_SECONDS, Attempt, Origin, repeats, speech_of, try_all
-from hybrid_proxy.controller.commands.doctor.facts import ServiceFacts, Tried
+from hybrid_proxy.controller.commands.doctor.facts import PodLink, ServiceFacts, Tried
 from hybrid_proxy.controller.commands.doctor.node import Node, recent
 from hybrid_proxy.controller.commands.doctor.way import astray, link_of, listening, rules_here
 from hybrid_proxy.controller.commands.names import Asked, checked
@@ -138,7 +138,7 @@ def _with_connections(args: argparse.Namespace, services: Sequence[ServiceFacts]
                 repeated=tuple(row for each, row in syns.items() if each.service_port in names),
                 own=tuple(own),
                 links=tuple(
-                    msgspec.structs.replace(after[pod], drops=max(0, after[pod].drops - link.drops))
+                    _since(link, after[pod])
                     for pod, link in before.items()
                     if pod in clients or not ours.keys().isdisjoint(pod.addresses)
                 ),
@@ -154,6 +154,11 @@ def _with_connections(args: argparse.Namespace, services: Sequence[ServiceFacts]
             )
         )
     return found
+
+
+def _since(before: PodLink, after: PodLink) -> PodLink:
+    unread = {port: (size, lost - before.unread.get(port, (0, 0))[1]) for port, (size, lost) in after.unread.items()}
+    return msgspec.structs.replace(after, drops=max(0, after.drops - before.drops), unread=unread)
 
 
 def _objects(args: argparse.Namespace, packet: Packet | None, node: Node) -> ServiceFacts:

@@ -28,7 +28,7 @@ VIRTUAL: Final = frozenset({"vxlan", "geneve"})  # whose neighbours the CNI plug
 
 def link_of(pod: Pod, own: Sequence[str], here: links.Node) -> PodLink:
     """Read MTUs and drops of a pod's link, and which queues are full in it; `own` are the node's addresses."""
-    address, sends, drops, down, full = next(iter(pod.addresses), ""), 0, 0, "", dict[int, int]()
+    address, sends, drops, down, full, unread = next(iter(pod.addresses), ""), 0, 0, "", dict[int, int](), {}
     others = [each for each in own if each not in pod.addresses]
     node = next((each for each in others if address and family_of(each) == family_of(address)), None)
     with contextlib.suppress(OSError, DataplaneError):
@@ -38,12 +38,12 @@ def link_of(pod: Pod, own: Sequence[str], here: links.Node) -> PodLink:
             if pod.down == "pod":
                 down = f"nsenter --net={pod.path} ip link set {links.interface_name(pod.peer)} up"
             sends = namespaces.packet_size(node) if node else 0
-            full = full_queues()
+            unread, full = namespaces.unread(), full_queues()
     if pod.down == "node":
         at_bridge = any(each.name == pod.interface and each.master for each in here.interfaces)
         routes = (f"ip route replace {each} dev {pod.interface}" for each in pod.addresses if not at_bridge)
         down = " && ".join((f"ip link set {pod.interface} up", *routes))
-    return PodLink(pod.interface, pod.addresses, pod.mtu, sends, drops, full, down, pod.path)
+    return PodLink(pod.interface, pod.addresses, pod.mtu, sends, drops, full, unread, down, pod.path)
 
 
 def astray(
