@@ -145,11 +145,16 @@ def takes(text: str, packet: Mapping[str, str], *, surely: bool = True) -> bool:
     named = False
     while words:
         word = words.pop(0)
+        if unlike := word == "!" and bool(words):
+            word = words.pop(0)
         if word in packet and words:
-            named = True
-            if not any(_covers(value, packet[word]) for value in words.pop(0).split(",")):
+            named, value = True, words.pop(0)
+            if value == "!=" and words:
+                unlike, value = True, words.pop(0)
+            known = packet[word] and not value.startswith("@")  # of a set no elements are read
+            if any(_covers(one, packet[word]) for one in value.split(",")) is unlike or (unlike and not known):
                 return False
-        elif surely and word not in _IDLE and word != packet["l4proto"]:
+        elif surely and (unlike or (word not in _IDLE and word != packet["l4proto"])):
             return False
     return named or not surely
 
@@ -158,8 +163,8 @@ def _covers(value: str, actual: str) -> bool:
     low, _, high = value.replace(":", "-").partition("-")
     if actual.isdigit() and low.isdigit():
         return int(low) <= int(actual) <= int(high or low)
-    if value.startswith('"'):
-        name, any_of_them, _ = value.strip('"').partition("*")
+    if value.startswith('"') or value.endswith("+"):  # an interface, of iptables with a + for any others
+        name, any_of_them, _ = value.strip('"').replace("+", "*").partition("*")
         return actual.startswith(name) if any_of_them else actual == name
     with contextlib.suppress(ValueError):
         return ip_address(actual) in ip_network(value)

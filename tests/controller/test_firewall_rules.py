@@ -176,9 +176,19 @@ PACKET = {"saddr": "10.0.0.9", "daddr": "10.0.0.1", "sport": "", "dport": "8080"
         ("tcp sport 8080 drop", False),
         ("ip saddr 10.0.0.1 drop", False),
         ("ip6 daddr fd00::1 drop", False),
+        ("ip saddr != 10.1.0.0/16 tcp dport 8080 drop", True),
+        ("ip saddr != { 10.1.0.0/16, 10.0.0.0/24 } tcp dport 8080 drop", False),
+        ("tcp dport != { 22, 9000-9100 } drop", True),
+        ("! -s 10.0.0.1/32 -j DROP", True),
+        ("! -s 10.0.0.0/24 -p tcp -j DROP", False),
+        ("-s 10.0.0.9/32 -p tcp -m tcp ! --dport 22 -j REJECT", True),
+        ("-s 10.0.0.9/32 -p tcp -m tcp ! --dport 8080 -j REJECT", False),
         # What is not understood may be what lets the packet pass.
         ("tcp dport != 8080 drop", False),
         ("ip daddr @blocked drop", False),
+        ("ip daddr != @allowed tcp dport 8080 drop", False),
+        ("tcp sport != 53 drop", False),
+        ("-s 10.0.0.9/32 ! --syn -j DROP", False),
         ("tcp dport 8080 ct state new drop", False),
         ("policy drop", False),
         ("drop", False),
@@ -189,13 +199,23 @@ PACKET = {"saddr": "10.0.0.9", "daddr": "10.0.0.1", "sport": "", "dport": "8080"
         ("-s 10.0.0.1/32 -j DROP", False),
         ("-p udp -m udp --dport 8080 -j DROP", False),
         ("-p tcp -m tcp --sport 8080 -j DROP", False),
-        ("! -s 10.0.0.1/32 -j DROP", False),
         ("-s 10.0.0.0/24 -m limit --limit 5/min -j DROP", False),
         ("-m comment --comment all -j DROP", False),
     ],
 )
 def test_a_rule_takes_a_packet_by_what_it_says(text: str, wanted: bool) -> None:
     assert takes(text, PACKET) is wanted
+
+
+@pytest.mark.parametrize(
+    ("match", "wanted"),
+    [("-i eth0", True), ("-i eth+", True), ("-i veth+", False), ("! -i eth+", False), ("! -i lo", True),
+     ('iifname "eth*"', True), ('iifname != "eth*"', False), ('iifname != { "lo", "eth1" }', True)],
+)  # fmt: skip
+def test_interfaces_of_rules(match: str, wanted: bool) -> None:
+    text = f"{match} -j DROP" if "-i" in match else f"{match} drop"
+    assert takes(text, PACKET | {"iifname": "eth0"}) is wanted
+    assert not takes(text, PACKET), "by which it comes in is not known"
 
 
 def test_a_rule_of_iptables_takes_a_new_connection_at_an_interface() -> None:
