@@ -147,10 +147,14 @@ def takes(text: str, packet: Mapping[str, str], *, surely: bool = True) -> bool:
         word = words.pop(0)
         if unlike := word == "!" and bool(words):
             word = words.pop(0)
+        if word in ("ip", "ip6") and (":" in packet["daddr"]) is (word == "ip"):
+            return False
         if word in packet and words:
             named, value = True, words.pop(0)
             if value == "!=" and words:
-                unlike, value = True, words.pop(0)
+                value = words.pop(0)
+                unlike = not value.startswith("not-")  # behind it is the client that a set has not: see `read_rules`
+                value = value.removeprefix("not-")
             known = packet[word] and not value.startswith("@")  # of a set no elements are read
             if any(_covers(one, packet[word]) for one in value.split(",")) is unlike or (unlike and not known):
                 return False

@@ -36,7 +36,7 @@ _PATIENCE: Final = 20  # a long list of chains that changes all the time takes a
 
 MOST_TABLES: Final = 32
 MOST_CHAINS: Final = 64
-_ASKED: Final = re.compile(r"addr @([\w.-]+) ")
+_ASKED: Final = re.compile(r"addr (?:!= )?@([\w.-]+) ")
 _LEADS_TO: Final = re.compile(r"\b(?:jump|goto) (\S+)")
 _PROXIES: Final = ("HP-", "KUBE-")  # their rules that redirect name no address of a Service
 TABLES: Final = ("filter", "mangle", "raw", "security", "nat")  # iptables' own
@@ -57,7 +57,8 @@ def read_rules(*, nat: bool = False, client: str = "") -> tuple[tuple[Rule, ...]
     """Returns rules of other programs that drop or redirect packets, and why some could not be read.
 
     `nat`: those alone that redirect packets, without the chains of modes and of kube-proxy: an agent asks for them, and
-    a node may have 100,000 of these. `client` is an address that stands behind the names of the sets that have it.
+    a node may have 100,000 of these. `client` is an address that stands behind the names of the sets that have it,
+    and of those that a rule excludes and have it not.
     """
     rules: list[Rule] = []
     unknown = []
@@ -90,9 +91,12 @@ def _listed(*what: str) -> str:
 def _marked(text: str, at: list[str], client: str) -> str:
     """Returns a listed table with the address of a client behind the name of each set that has it: a set is large."""
     for name in {*_ASKED.findall(text)} if client else ():
-        with contextlib.suppress(OSError):  # it has not
+        try:
             output("nft", "get", "element", *at, name, f"{{ {client} }}", seconds=TOOL_SECONDS)
             text = text.replace(f"addr @{name} ", f"addr @{name}({client}) ")
+        except OSError as error:
+            if "No such file" in str(error):  # it has not
+                text = text.replace(f"addr != @{name} ", f"addr != @{name}(not-{client}) ")
     return text
 
 

@@ -1986,6 +1986,16 @@ def test_a_set_of_addresses_that_the_firewall_drops(clinic: Clinic, elements: st
     assert (code, reported) == (0, [said] * met)
 
 
+@only_in("nftables")
+@pytest.mark.parametrize(("element", "shown"), [("203.0.113.9", "not-192.168.77.1"), ("192.168.77.1", "")])
+def test_a_client_that_is_not_in_the_set_of_the_firewall(clinic: Clinic, element: str, shown: str) -> None:
+    with clinic.rules("node", SETS.format(element).replace("saddr @", "saddr != @")):
+        found = clinic.doctor(*FROM_OUTSIDE)[1]
+    reported = [each.text for each in found.findings if each.text.startswith("on the way of 192.168.77.1 is")]
+    said = f"on the way of 192.168.77.1 is `ip saddr != @blocked({shown}) drop` in chain c of table inet somebody"
+    assert reported == [said] * bool(shown), found
+
+
 @pytest.mark.parametrize("changed", ["", "192.168.78.0/24"], ids=["in", "not-in"])
 def test_a_legacy_rule_about_a_client_outside(clinic: Clinic, changed: str, mode: str) -> None:
     rule = [LEGACY[0], changed or LEGACY[1], *LEGACY[2:]]

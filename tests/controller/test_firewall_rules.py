@@ -207,6 +207,13 @@ def test_a_rule_takes_a_packet_by_what_it_says(text: str, wanted: bool) -> None:
     assert takes(text, PACKET) is wanted
 
 
+@pytest.mark.parametrize("family", ["ip", "ip6"])
+def test_what_a_rule_excludes_is_of_its_family(family: str) -> None:
+    for six, packet in ((False, PACKET), (True, PACKET | {"saddr": "fd00::9", "daddr": "fd00::1"})):
+        other = "10.9.0.1" if family == "ip" else "fd00:9::1"
+        assert takes(f"{family} saddr != {other} tcp dport 8080 drop", packet) is (six is (family == "ip6"))
+
+
 @pytest.mark.parametrize(
     ("match", "wanted"),
     [("-i eth0", True), ("-i eth+", True), ("-i veth+", False), ("! -i eth+", False), ("! -i lo", True),
