@@ -106,7 +106,9 @@ class Answers:
 
     def _answer(self, request: p.LoopRequest) -> p.Answer:
         programmer, config = self.mode.programmer, self.mode.config
-        untold = isinstance(request, OF_THE_TABLE) or (isinstance(request, p.RunExplain) and not self._adopts())
+        former = self.notebook.former  # of the mode that serves: it has adopted what that agent programmed
+        adopts = former is not None and former.mode.effective == self.mode.choice.effective
+        untold = isinstance(request, OF_THE_TABLE) or (isinstance(request, p.RunExplain) and not adopts)
         if untold and (part := self._starting()):
             return p.StartingAnswer(os.getpid(), part, time.monotonic() - self.syncer.started)
         match request:
@@ -218,11 +220,6 @@ class Answers:
             return ""
         awaited = ", ".join(f"{kind}s" for kind in self.syncer.cluster.awaited)
         return f"it waits for {awaited} from {self.source.describe()}" if awaited else "its first table is next"
-
-    def _adopts(self) -> bool:
-        """True if the mode has adopted what the former agent programmed."""
-        former = self.notebook.former
-        return former is not None and former.mode.effective == self.mode.choice.effective
 
     def _status(self) -> p.AgentStatus:
         syncer, source, drift = self.syncer, self.source, self.health.drift

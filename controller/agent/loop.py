@@ -288,7 +288,9 @@ class Agent:
                 self.syncer.log.flush()
                 faults = dict.fromkeys(self.answers.node_faults(), "")
                 self.history.lasting("faults", faults, "", "is over: ", "the Node")
-                self._trim_memory()
+                if self._relisted and self.syncer.state is State.SYNCED:  # what decoding a list took
+                    trim_memory()
+                    self._relisted = False
                 self.notebook.update()
 
     def end(self, why: str, *, failed: bool = False) -> int:
@@ -390,12 +392,6 @@ class Agent:
         if (nat := self.other_proxies.nat) is not None:
             self.history.lasting("NAT", {str(each): each.service for each in nat}, "came: ", "gone: ")
         self.history.facts("node", now | ({"table of conntrack": "full" if fill.full else "has room"} if fill else {}))
-
-    def _trim_memory(self) -> None:
-        """Return the memory of decoding a list to the kernel, when the list is programmed."""
-        if self._relisted and self.syncer.state is State.SYNCED:
-            trim_memory()
-            self._relisted = False
 
     # The mode and the configuration
 

@@ -192,13 +192,16 @@ def _show_status(args: argparse.Namespace) -> int:
     """The status; the exit code is 1 where no agent answers, and with --exit-code where the node is not in sync."""
     from hybrid_proxy.controller.commands import status as text
     from hybrid_proxy.controller.commands.troubles import Verdict
-    from hybrid_proxy.controller.commands.views import agent_at
+    from hybrid_proxy.controller.commands.views import agent_at, without_agent
 
     status = agent_at(args.admin_socket, args.pin_root).known()
     if isinstance(status, p.AgentStatus):
         with contextlib.suppress(ControllerError, DataplaneError, OSError):  # a mode may end while it is read
             status = _with_quiet_flows(args, status) if status.draining else status
-            status = _with_former(args, status) if status.starting else status
+            if status.starting:  # what serves until its first table
+                error = StartingError(p.StartingAnswer(status.pid, status.starting, status.uptime_seconds))
+                former = without_agent(args.admin_socket, args.pin_root, error)
+                status = msgspec.structs.replace(status, former=former)
     if args.output in ("json", "yaml"):
         terminal.print_value(args.output, status)
     elif isinstance(status, p.AgentStatus):
@@ -223,14 +226,6 @@ def _with_quiet_flows(args: argparse.Namespace, status: p.AgentStatus) -> p.Agen
             rows = [row for row in here.flows(ALL, left.mode)[0] if row.state != "closed"] if few else []
             draining.append(msgspec.structs.replace(left, quiet=rows[:SHOWN_FLOWS]))
     return msgspec.structs.replace(status, draining=draining)
-
-
-def _with_former(args: argparse.Namespace, status: p.AgentStatus) -> p.AgentStatus:
-    """What serves while the agent waits for its first table."""
-    from hybrid_proxy.controller.commands.views import without_agent
-
-    starting = StartingError(p.StartingAnswer(status.pid, status.starting, status.uptime_seconds))
-    return msgspec.structs.replace(status, former=without_agent(args.admin_socket, args.pin_root, starting))
 
 
 def explain_live(args: argparse.Namespace, packets: list[Packet]) -> int:

@@ -305,7 +305,9 @@ class _Reflector:
     def _failed(self, error: Exception) -> tuple[float, float]:
         """Note a failure; how long to wait before the next try, and at least if there are news, in seconds."""
         code = error.code if isinstance(error, StatusError) else 0
-        absent = self._does_without(code)
+        # The agent may do without some kinds: where they are not served, or have not come for a while.
+        lasts = code in {403, 404} or self._objects.listed or self._retry.failures >= _PATIENCE
+        absent = self._resource.optional and not self._was_read and lasts
         starts = self._has_just_started(code)
         alone = starts and not absent and not self._health.another_is_read(self._kind, 0.0)
         asks = self._health.is_asker(self._kind, refused=code in {401, 429} or alone)
@@ -348,11 +350,6 @@ class _Reflector:
         if isinstance(error, UnusableError):
             return self._retry.unusable()
         return self._retry.ended() if isinstance(error, _EndedError) else self._retry.failed()
-
-    def _does_without(self, code: int) -> bool:
-        """Whether the agent may do without a kind: where it is not served, or has not come for a while."""
-        lasts = code in {403, 404} or self._objects.listed or self._retry.failures >= _PATIENCE
-        return self._resource.optional and not self._was_read and lasts
 
     def _not_served(self, error: Exception, *, starts: bool) -> tuple[float, float]:
         """This cluster may do without a kind, which is then as if there were none of it.

@@ -171,7 +171,10 @@ def of_kubeconfig(paths: str) -> Access:
 
     def content(found: _Found, data: str | None, path: str | None) -> str:
         if data:
-            return _decoded(found, data)
+            try:
+                return b64decode(data).decode(errors="replace")
+            except NotBase64Error as error:
+                raise SourceError(f"kubeconfig {found.path}: a certificate or key is no base64: {error}") from None
         if not path:
             return ""
         read_too.append(str(found.folder / path))
@@ -194,7 +197,8 @@ def of_kubeconfig(paths: str) -> Access:
         )
         if user.token_file and not user.token:
             read_too.append(str(of.folder / user.token_file))
-        access = _authorized(access, of, user, _raw_cluster(where, at.cluster))
+        raw = next(row for row in where.raw["clusters"] if row["name"] == at.cluster).get("cluster") or {}
+        access = _authorized(access, of, user, raw)  # with all fields of the cluster
     return access._replace(files=(*(str(found.path) for found in files), *read_too))
 
 
@@ -238,20 +242,6 @@ def _named(
             if each.name == name:
                 return found, each
     raise SourceError(f'kubeconfig {paths}: no {what} is named "{name}"')
-
-
-def _raw_cluster(found: _Found, name: str) -> dict[str, Any]:
-    """The cluster with all of its fields."""
-    rows: list[dict[str, Any]] = found.raw["clusters"]
-    cluster: dict[str, Any] = next(row for row in rows if row["name"] == name).get("cluster") or {}
-    return cluster
-
-
-def _decoded(found: _Found, data: str) -> str:
-    try:
-        return b64decode(data).decode(errors="replace")
-    except NotBase64Error as error:
-        raise SourceError(f"kubeconfig {found.path}: a certificate or key is no base64: {error}") from None
 
 
 def _text(found: _Found, path: Path) -> str:

@@ -114,10 +114,6 @@ class Health:
     def node(self, eligible: bool | None) -> None:
         self.node_eligible = not self._needs_node if eligible is None else eligible
 
-    def takes_traffic(self, now: float) -> bool:
-        """True if a load balancer may send to this node."""
-        return self.well(now) and not self.leaving
-
     def well(self, now: float) -> bool:
         """True if the proxy does its work, whatever the Node says."""
         return self._timely(now) and not self.drift

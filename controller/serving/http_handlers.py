@@ -181,16 +181,16 @@ class HttpHandlers:
             check = self._checks.get(name)
             if check is None:  # a moment before its socket is closed
                 return Answer(UNAVAILABLE, b"")
-            return service_answer(name, check, family, well=self._health.takes_traffic(time.monotonic()))
+            well = self._health.well(time.monotonic()) and not self._health.leaving
+            return service_answer(name, check, family, well=well)
 
         return Handler(make)
 
     def _scrape(self, accept: str, *, every: bool) -> Answer:
         """Returns all metrics, or those of the health checks alone."""
         if self._metrics is None:
-            from hybrid_proxy.controller.serving.metrics import (
-                Metrics,  # 1.5 MB that an agent without Prometheus does without
-            )
+            # 1.5 MB that an agent without Prometheus does without
+            from hybrid_proxy.controller.serving.metrics import Metrics
 
             self._metrics = Metrics(self._agent_status, self._traffic, self._counters, self._health)
         body, content_type = self._metrics.page(accept) if every else self._metrics.health_checks(accept)

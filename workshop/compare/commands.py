@@ -49,7 +49,11 @@ def main(args: argparse.Namespace) -> int:
     if args.report and not args.report.endswith(".html"):
         raise ConfigError(f"--report {args.report}: name a file that ends in .html; .md and .json are put beside it")
     # Import the renderer first: a missing library must fail before an hour of measuring.
-    pages = _renderer() if args.report else ()
+    pages: tuple[Callable[[Report], str], ...] = ()
+    if args.report:
+        with needed("--report", "; without --report, -o json keeps everything for `compare --from`"):
+            from hybrid_proxy.workshop.compare.pages import html, markdown
+        pages = html, markdown
     made = report(_kept(Path(args.measured)) if args.measured else _measured(args))
     if pages:
         path = Path(args.report)
@@ -64,12 +68,6 @@ def main(args: argparse.Namespace) -> int:
         found = made.findings
         print("\n".join([found.headline, *found.warnings, *made.summary, *found.notes]))
     return 0
-
-
-def _renderer() -> tuple[Callable[[Report], str], ...]:
-    with needed("--report", "; without --report, -o json keeps everything for `compare --from`"):
-        from hybrid_proxy.workshop.compare.pages import html, markdown
-    return html, markdown
 
 
 def _kept(path: Path) -> Run:
