@@ -223,6 +223,10 @@ def test_the_notes_of_a_phase_name_its_objects(phase: str) -> None:
     ("podAnnotations.a=1",                          "at '/podAnnotations/a': got number, want string"),
     ("priorityClassName=A",                         "at '/priorityClassName': 'A' does not match"),
     ("serviceMonitor.labels.a=1",                   "at '/serviceMonitor/labels/a': got number, want string"),
+    ("commonLabels.a=1",                            "at '/commonLabels/a': got number, want string"),
+    ("minReadySeconds=soon",                        "at '/minReadySeconds': got string, want integer"),
+    ("livenessProbe.periodSeconds=0",               "at '/livenessProbe/periodSeconds': minimum: got 0, want 1"),
+    ("startupProbe.httpGet.port=1",                 "at '/startupProbe': additional properties 'httpGet' not allowed"),
     ("image.pullPolicy=Sometimes",                  "at '/image/pullPolicy': value must be one of"),
     ("image.pullSecrets={a}",                       "at '/image/pullSecrets/0': got string, want object"),
     ("extraArgs=-v6",                               "at '/extraArgs': got string, want array"),
@@ -329,6 +333,37 @@ def test_ports_are_those_where_the_agent_serves(values: str, tmp_path: Path) -> 
     assert asked == {(host if ip_address(host).is_loopback else None, port)}
     (port,) = objects["Service", "hybrid-proxy-metrics"]["spec"]["ports"]
     assert agent["ports"][0]["containerPort"] == port["port"] == served.metrics_bind_address.port
+
+
+@pytest.mark.parametrize("probe", PROBES)
+def test_the_kubelet_asks_as_often_as_it_is_told(probe: str) -> None:
+    def asked(values: str) -> dict[str, Any]:
+        (daemonset,) = (item for item in rendered("--set", values) if item["kind"] == "DaemonSet")
+        found: dict[str, Any] = daemonset["spec"]["template"]["spec"]["containers"][0]
+        return {each: found[each] for each in PROBES}
+
+    usual, other = asked("debug=false"), asked(f"{probe}.periodSeconds=30,{probe}.initialDelaySeconds=7")
+    assert other == usual | {probe: usual[probe] | {"periodSeconds": 30, "initialDelaySeconds": 7}}
+    assert asked(f"{probe}=null")[probe] == {"httpGet": usual[probe]["httpGet"]}, "Kubernetes' own times"
+
+
+def test_an_update_goes_on_when_agents_have_been_ready_for_so_long() -> None:
+    for values, wanted in (("debug=false", None), ("minReadySeconds=60", 60)):
+        objects = substance(rendered("--set", values))
+        assert objects["DaemonSet", "hybrid-proxy"]["spec"].get("minReadySeconds") == wanted
+
+
+@pytest.mark.parametrize("phase", ["", *PHASES])
+def test_labels_of_a_cluster_are_on_all_objects_and_pods_and_replace_none(phase: str) -> None:
+    more = "apiPriority=true,serviceMonitor.enabled=true,prometheusRule.enabled=true,dashboard.enabled=true"
+    labels = r"commonLabels.team=net,commonLabels.app\.kubernetes\.io/name=other"
+    usual, labelled = (rendered("--set", f"phase={phase},{more}{values}") for values in ("", f",{labels}"))
+    assert len(labelled) > (1 if not phase else 0)
+    for item in labelled:
+        assert item["metadata"]["labels"].pop("team") == "net"
+        if item["kind"] == "DaemonSet":
+            assert item["spec"]["template"]["metadata"]["labels"].pop("team") == "net"
+    assert labelled == usual
 
 
 def test_what_a_cluster_adds_reaches_the_pod() -> None:

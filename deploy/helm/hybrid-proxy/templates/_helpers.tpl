@@ -1,10 +1,13 @@
 {{- define "hybrid-proxy.labels" -}}
-app.kubernetes.io/name: hybrid-proxy
-app.kubernetes.io/instance: {{ .Release.Name }}
-app.kubernetes.io/version: {{ .Chart.AppVersion | replace "+" "_" | quote }}
-app.kubernetes.io/part-of: hybrid-proxy
-app.kubernetes.io/managed-by: {{ .Release.Service }}
-helm.sh/chart: {{ .Chart.Name }}-{{ .Chart.Version | replace "+" "_" }}
+{{- $own := dict
+  "app.kubernetes.io/name" "hybrid-proxy"
+  "app.kubernetes.io/instance" .Release.Name
+  "app.kubernetes.io/version" (.Chart.AppVersion | replace "+" "_")
+  "app.kubernetes.io/part-of" "hybrid-proxy"
+  "app.kubernetes.io/managed-by" .Release.Service
+  "helm.sh/chart" (printf "%s-%s" .Chart.Name (.Chart.Version | replace "+" "_"))
+}}
+{{- merge $own .Values.commonLabels | toYaml }}
 {{- end }}
 
 {{- define "hybrid-proxy.image" -}}
