@@ -115,7 +115,7 @@ in_folder() {
     folder=$(mktemp -d)
     mkdir "$folder/hybrid-proxy"
     ln -s "$SOURCE/deploy" "$folder/hybrid-proxy/deploy"
-    awk '/^```/ { on = $0 == "```sh site"; next } on' "$SOURCE/deploy/README.md" | sed 's#^image=.*#image=hybrid-proxy#' >"$folder/site.sh"
+    awk '/^```/ { on = $0 == "```sh site"; next } on' "$SOURCE/deploy/README.md" | sed 's#registry\.example/##' >"$folder/site.sh"
     (cd "$folder/hybrid-proxy" && sh -e ../site.sh && "$@")
     rm -r "$folder"
 }

@@ -209,6 +209,14 @@ def test_one_command_says_whether_all_is_answered(
     assert "no answer 2" in failed.value.stdout
 
 
+def test_the_pods_of_a_migration_have_the_image_that_each_machine_has(demo: Callable[[str], list[str]]) -> None:
+    """Named and tagged by image.sh; no registry is asked for it."""
+    text = "\n".join(demo(f"sudo true; SOURCE={ROOT}; in_folder cat ../site/image/kustomization.yaml"))
+    (site,) = yaml.safe_load(text.partition("kind: Component\n")[2])["images"]
+    (tree,) = yaml.safe_load((DEPLOY / "components/image/kustomization.yaml").read_text())["images"]
+    assert (site["newName"], site["newTag"] or tree["newTag"]) == (tree["newName"], tree["newTag"])
+
+
 def test_the_load_ends_with_a_command_that_fails(demo: Callable[[str], list[str]]) -> None:
     with pytest.raises(subprocess.CalledProcessError):
         demo("under_load false")
