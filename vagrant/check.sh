@@ -28,6 +28,11 @@ has_plugin() {
     vagrant plugin list | grep -q '^vagrant-libvirt '
 }
 
+# Such as a VirtualBox that is newer than it.
+validates() (
+    cd "$(dirname "$0")" && vagrant validate
+)
+
 # The right to write to the file is not enough: the kernel may have nothing behind it.
 opens() (
     [ -c "$1" ] && : <>"$1"
@@ -49,6 +54,7 @@ is_unused() {
 
 check 'Vagrant 2.3 or newer (apt-get install vagrant)' new_vagrant
 check 'rsync (apt-get install rsync)' command -v rsync
+check 'a provider that this Vagrant takes (vagrant validate, typed in vagrant, says what is wrong)' validates
 if [ "${VAGRANT_DEFAULT_PROVIDER:-}" != libvirt ] && command -v VBoxManage >/dev/null; then
     check 'VirtualBox (VBoxManage --version says what is wrong)' VBoxManage --version
     disks=$HOME

@@ -53,6 +53,7 @@ HEADING = "printf 'Filesystem 1024-blocks Used Available\\n/dev/sda1 9 9 "
         ("", "", {}, ""),
         ("vagrant", "echo Vagrant 2.2.19; echo 'vagrant-libvirt (0.9.0, system)'", {}, "Vagrant 2.3"),
         ("vagrant", "echo Vagrant 2.4.1", {}, "plugin for libvirt"),  # it lists no plugins
+        ("vagrant", "echo Vagrant 2.3.4; echo 'vagrant-libvirt (1, system)'; [ $1 != validate ]", {}, "a provider"),
         ("virsh", "exit 1", {}, "libvirt "),
         ("ip", "echo 192.168.56.10 dev eth1 src 192.168.56.1", {}, "192.168.56.0/24"),
         ("ip", "echo 192.168.56.10 dev virbr1 src 192.168.56.1", {}, ""),
