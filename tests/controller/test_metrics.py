@@ -49,6 +49,13 @@ def test_flows_of_a_mode_that_was_left() -> None:
     assert 'hybrid_proxy_events_total{reason="failover"} 1.0' in lines
 
 
+@pytest.mark.parametrize("expires", [None, 1_924_991_998.0])
+def test_a_certificate_that_expires_has_a_time_and_no_other_has(expires: float | None) -> None:
+    name = "hybrid_proxy_certificate_expiry_timestamp_seconds"
+    lines = generate_latest(Metrics(lambda: agent_status(certificate_expires=expires)).registry).decode().splitlines()
+    assert [float(line.split()[1]) for line in lines if line.startswith(name)] == [expires] * bool(expires)
+
+
 def test_the_page_has_a_row_for_every_metric() -> None:
     """With the types; tests/controller/live/test_monitoring.py compares labels, too, with those of real agents."""
     requests = [ApiRequests("GET", "10.0.0.1", "200", 1, [0] * (len(REQUEST_BOUNDS) + 1), 0.1)]

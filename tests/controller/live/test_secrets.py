@@ -12,6 +12,7 @@ import tarfile
 import tempfile
 import threading
 from collections.abc import Callable, Iterator
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -39,7 +40,8 @@ PASSWORD = "correct/horse battery%staple"
 TOKEN = "opaque.Tok3n-of_a_cluster+that/nobody=knows"
 PLUGIN = "printed-by-a-plugin-and-known-to-nobody"
 AUTHORITY = trustme.CA()
-CLIENT = AUTHORITY.issue_cert("client")
+UNTIL = datetime(2099, 6, 1, tzinfo=UTC)
+CLIENT = AUTHORITY.issue_cert("client", not_after=UNTIL)
 KEY = CLIENT.private_key_pem.bytes().decode()
 KEY_LINES = [line for line in KEY.splitlines() if len(line) > 40]
 
@@ -201,7 +203,9 @@ def test_a_key_is_used_and_no_file_of_it_is_left(
         cluster = {"server": f"https://127.0.0.1:{server.server_address[1]}", "certificate-authority-data": authority}
         clusters = [{"name": "a", "cluster": cluster}]
         connection = Connection(kubeconfig(tmp_path / "kubeconfig", user(tmp_path), clusters=clusters), None)
+        assert connection.certificate_expires() is None
         connection.open()
+        assert connection.certificate_expires() == UNTIL.timestamp()
         assert connection.get("/api", {}, 5.0).read() == b"{}"
         connection.close()
         server.shutdown()
