@@ -267,6 +267,9 @@ class PacketEvent(msgspec.Struct, kw_only=True):
     by_doctor: bool = False
 
 
+SENT_ON = "sent on by the program"  # it bypasses the stack: words of an explanation
+
+
 class ExplainStep(msgspec.Struct, frozen=True):
     """A decision of the programs about a probe packet; `internal` ones need knowledge of the programs."""
 

@@ -33,7 +33,7 @@ from hybrid_proxy.dataplane.errors import DataplaneError
 from hybrid_proxy.dataplane.kernel.links import read_node
 from hybrid_proxy.dataplane.mode import Options, ProbePacket
 from hybrid_proxy.dataplane.options import EbpfOptions
-from hybrid_proxy.dataplane.reports import ExplainAnswer, ExplainStep, FlowRow, some
+from hybrid_proxy.dataplane.reports import SENT_ON, ExplainAnswer, ExplainStep, FlowRow, some
 from hybrid_proxy.dataplane.table import NODE_PORT, Protocol, family_of, socket_text
 
 if TYPE_CHECKING:
@@ -269,6 +269,9 @@ def explain_live(args: argparse.Namespace, packets: list[Packet]) -> int:
             uplinks = Roles((), ()).look((here := read_node()).interfaces, ())[1]
             wrong = astray(ends, {packet.src}, pods, here, uplinks, ())
             row.steps += [ExplainStep("way", f"The way to {end} is wrong: {why}.") for end, (why, _) in wrong.items()]
+            row.steps += _met(packet, row, here.addresses)
+            out = [each.address for each in agent.ejections if each.ejected and each.service == row.service]
+            row.steps += [ExplainStep("ejected", f"Ejected, and not chosen: {some(out)}.")] * bool(out)
     if args.output == "json":
         terminal.print_value(args.output, rows if args.flows else rows[0])
         return 0
@@ -279,6 +282,25 @@ def explain_live(args: argparse.Namespace, packets: list[Packet]) -> int:
             steps.append(f"mode:     {row.mode}; {stay}")
         terminal.say(*lines(packet, row, steps))
     return 0
+
+
+def _met(packet: Packet, row: ExplainAnswer, own: Sequence[str]) -> Iterator[ExplainStep]:
+    """Rules of other programs that drop what the stack sends to a backend, by what they say, or by default."""
+    from hybrid_proxy.controller.commands.doctor.checks import WITHOUT_FORWARD
+    from hybrid_proxy.dataplane.firewall_rules import FIELDS, takes
+    from hybrid_proxy.dataplane.kernel.foreign_rules import read_rules
+
+    if SENT_ON in row.reason or row.mode in WITHOUT_FORWARD:
+        return
+    hook = "output" if packet.src in own else "forward"
+    source = "" if row.masquerade and row.mode == "ebpf" else packet.src  # other modes masquerade after FORWARD
+    for rule in read_rules(client=packet.src)[0]:
+        for end in row.backends if hook in rule.hooks and not rule.away else ():
+            host, _, port = end.rpartition(":")
+            ends = (source, "", host.strip("[]"), port, packet.protocol.lower())
+            met = dict(zip(FIELDS, ends, strict=True)) | {"state": "new"}
+            if takes(rule.text, met) or rule.text.lower() == "policy drop":
+                yield ExplainStep("firewall", f"In the stack it meets {rule}, unless a rule before it accepts it.")
 
 
 def _by_table(verdict: Verdict) -> ExplainAnswer:

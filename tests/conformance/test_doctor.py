@@ -1340,6 +1340,8 @@ def test_a_node_with_a_failing_backend_is_not_well(clinic: Clinic) -> None:
         clinic.agent.wait(is_told)
         code, found = clinic.doctor()
         first, *_ = clinic.agent.command("doctor").stdout.splitlines()
+        explained = clinic.agent.command("explain", "--live", "--from", "10.77.1.14", "--to", f"{NAME}:80").stdout
+    assert f"Ejected, and not chosen: {end}." in explained
     assert (code, found.well, found.cause) == (1, False, "ejected"), found
     assert found.verdict.startswith(f"{end} of {NAME}:http: ejected"), found
     assert first.startswith("✗"), first
@@ -1952,6 +1954,19 @@ def test_explain_asks_the_routes_of_both_ends(clinic: Clinic, mode: str, pod: st
     assert found["verdict"] == ("drop" if (mode, pod) == ("ebpf", "pod2") else "dnat"), found
     assert any(each["text"].startswith(said) for each in found["steps"]), found
     assert not any("is wrong" in each["text"] for each in before["steps"]), before
+
+
+@only_in("ebpf", "nftables", "ipvs")
+@pytest.mark.parametrize("table", [UNCOUNTED, UNCOUNTED.replace("8080", "9"), CLOSED], ids=["met", "not met", "policy"])
+def test_explain_names_the_rule_of_forward_that_a_packet_meets(clinic: Clinic, mode: str, table: str) -> None:
+    clinic.put("pod1")
+    ask = ("explain", "--live", "--from", clinic.lab["pod2"].address4, "--to", f"{NAME}:80", "-o", "json")
+    with firewall(table)(clinic):
+        found = json.loads(clinic.agent.command(*ask).stdout)
+    met = [each["text"] for each in found["steps"] if each["step"] == "firewall"]
+    rule = "policy drop" if table is CLOSED else "tcp dport 8080 drop"
+    happens = mode != "ipvs" and "dport 9 " not in table
+    assert [f"`{rule}` in chain forward of table inet somebody" in text for text in met] == [True] * happens, found
 
 
 @only_in("ebpf")
