@@ -21,7 +21,8 @@ from hybrid_proxy.dataplane.reports import FORWARDING, Fill, Status, Unprogramme
 
 NEARLY_FULL: Final = 0.9
 SEE_FAILURES: Final = frozenset({"ebpf", "userspace"})  # modes that know how connections to backends end
-EMPTY: Final[Mark] = "warning"  # no endpoint of a Service is ready: this node does nothing wrong
+# No endpoint of a Service is ready: who asks for it by name has a problem, this node does nothing wrong.
+EMPTY: Final[Mark] = "warning"
 REPAIRS: Final = 3  # the last ones
 REPAIRED: Final = "repaired"  # the label of what is over
 CHECKS: Final = {  # words of why the API server is not read, and what to do

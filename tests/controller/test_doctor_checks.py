@@ -10,7 +10,13 @@ from collections.abc import Iterable
 import msgspec
 import pytest
 
-from hybrid_proxy.controller.commands.doctor.checks import diagnose, in_short, node_findings, service_findings
+from hybrid_proxy.controller.commands.doctor.checks import (
+    ITS_CLIENTS,
+    diagnose,
+    in_short,
+    node_findings,
+    service_findings,
+)
 from hybrid_proxy.controller.commands.doctor.connect import Attempt, Origin, Speech, repeats, speech_of
 from hybrid_proxy.controller.commands.doctor.facts import (
     Cause,
@@ -662,7 +668,7 @@ def test_of_services_without_a_backend_the_one_that_changed_last_is_named(
     node = msgspec.structs.replace(WELL, empty=("shop/a:http", "shop/b:http"), changes=tuple(rows))
     found = next(each for each in node_findings(node) if each.cause == "empty-services")
     assert found.text.endswith(f": {named}")
-    assert found.todo == f"hybrid-proxy {todo}"
+    assert found.todo.endswith(f"`hybrid-proxy {todo}`")
 
 
 @pytest.mark.parametrize(
@@ -1520,6 +1526,7 @@ def test_a_service_without_a_ready_endpoint_is_a_problem_to_who_asks_for_it() ->
     assert in_short(ill, WELL).mark == "problem"
     assert (found.cause, found.verdict, found.well) == ("no-endpoint", text, False)
     assert short.text == f"shop/web: {text}"
+    assert all(each.todo.startswith(ITS_CLIENTS) for each in (node, short)), "why it is no problem there"
 
 
 def test_backends_that_answer_are_not_well_while_others_fail() -> None:

@@ -88,6 +88,7 @@ AT_ONCE: Final = ("backend-closes", "backend-unreachable")  # one attempt shows 
 LOOK_INSIDE: Final = "look at the pod's log; a proxy in the pod may have no server behind it"
 SLOW_SECONDS, SLOW_TIMES = 0.5, 10.0  # of an answer: at least, and as often as the others
 AGAIN: Final = f"ask again in a second, then {READ_LOG}"
+ITS_CLIENTS: Final = "a problem of its clients, not of this node"
 AS_ROOT: Final = "run as root, on the node itself"
 
 
@@ -355,8 +356,8 @@ def _empty(facts: NodeFacts) -> Finding:
     empty = sorted(facts.empty, key=lambda port: -last.get(port.partition(":")[0], 0.0))
     text = f"{several(len(empty), 'service port')} without a backend: {some(empty)}"
     first = empty[0].partition(":")[0]  # what changed last is why somebody asks
-    todo = f"hybrid-proxy doctor {first if first in last or len(empty) == 1 else '-n ' + first.partition('/')[0]}"
-    return Finding(EMPTY, "endpoints", text, todo, "empty-services")
+    asked = first if first in last or len(empty) == 1 else f"-n {first.partition('/')[0]}"
+    return Finding(EMPTY, "endpoints", text, f"{ITS_CLIENTS}: `hybrid-proxy doctor {asked}`", "empty-services")
 
 
 def _recent_drops(facts: NodeFacts) -> Finding:
@@ -436,10 +437,11 @@ def in_short(facts: ServiceFacts, node: NodeFacts) -> Finding:
         return Finding("ok", "service", found.verdict)
     # Without "(and 1 other problem)": the verdict on all services counts them.
     worst = _ordered(findings, "warning" if found.well else "problem")[0]
-    mark = EMPTY if {f.cause for f in findings if f.mark == "problem"} == {"no-endpoint"} else worst.mark
+    empty = {f.cause for f in findings if f.mark == "problem"} == {"no-endpoint"}
+    mark, todo = (EMPTY, f"{ITS_CLIENTS}: {worst.todo}") if empty else (worst.mark, worst.todo)
     head = f"{facts.asked}: "
     text = found.verdict if found.verdict.startswith(f"{facts.asked} is well") else head + worst.text.removeprefix(head)
-    return Finding(mark, "service", text, worst.todo, found.cause, found.certain)
+    return Finding(mark, "service", text, todo, found.cause, found.certain)
 
 
 def _object(facts: ServiceFacts, node: NodeFacts) -> list[Finding]:
