@@ -96,12 +96,12 @@ def find() -> Leftovers:
 
 def took() -> int:
     """Count the connections that rules of kube-proxy's mode iptables have sent to endpoints; others do not count."""
-    saved = ""
+    found = 0
     for tables in xtables.present():
         for family in tables.families:
             with contextlib.suppress(xtables.XtablesError):
-                saved += tables.save(family, "nat", counters=True)
-    return sum(map(int, _TOOK.findall(saved)))
+                found += sum(map(int, _TOOK.findall(tables.save(family, "nat", counters=True))))
+    return found
 
 
 def open_ipvs_connections(servers: Collection[Server]) -> Counter[str]:
