@@ -12,6 +12,7 @@ import pytest
 from hybrid_proxy.dataplane.modes.ebpf.maps.flow_tables import flow_arrays
 from hybrid_proxy.dataplane.modes.ebpf.maps.layout import abi_constants, dtype_of
 from hybrid_proxy.dataplane.modes.ebpf.maps.mapset import open_pinned_maps
+from tests.waiting import slowness
 
 from .conftest import only_in
 from .kit import PATIENCE, Bench, Service, eventually
@@ -151,7 +152,7 @@ def test_slices_have_weights(bench: Bench, family: int, algorithm: str) -> None:
 @pytest.mark.core(long=True)
 def test_a_new_backend_starts_slowly(bench: Bench, family: int) -> None:
     """Its share grows, and in the end it has the whole of it."""
-    service = bench.service("pod2", annotations={"algorithm": "rr", "slow-start": f"{3 * PATIENCE:.0f}s"})
+    service = bench.service("pod2", annotations={"algorithm": "rr", "slow-start": f"{3 * PATIENCE * slowness():.0f}s"})
     service.write(bench.lab["pod2"], bench.lab["pod3"])
     eventually(lambda: "pod3" in bench.seen("pod1", service, family, 11), 5, "it gets nothing")
     first = bench.spread("pod1", service, family, 22)

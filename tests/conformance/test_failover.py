@@ -21,6 +21,7 @@ from hybrid_proxy.dataplane.kernel.bpf import programs_at
 from hybrid_proxy.dataplane.modes.ebpf.hooks.cgroup import SOCK_OPS
 from hybrid_proxy.dataplane.reports import BackendRow, PacketEvent, ServiceRow
 from hybrid_proxy.workshop.lab.traffic import Stream, ask_tcp
+from tests.waiting import bound
 
 from .conftest import only_in
 from .kit import HTTP, PATIENCE, V4, V6, Bench, Service, counted, eventually, said
@@ -342,12 +343,12 @@ def patient(bench: Bench) -> Iterator[Bench]:
 
 
 def load(bench: Bench, service: Service, family: int, over: Callable[[], bool], rate: int = 100) -> None:
-    """New connections at this rate, whatever becomes of the former ones, for 15 seconds or until it is over."""
+    """New connections at this rate, whatever becomes of the former ones, until it is over."""
     began, opened = time.monotonic(), deque[tuple[float, socket.socket]]()
     try:
         while not over():
             waited = time.monotonic() - began
-            assert waited < 15 * PATIENCE, f"after {waited:.0f} s: {states(bench, service)}"
+            assert waited < bound(15), f"after {waited:.0f} s: {states(bench, service)}"
             for _ in range(rate // 2):
                 client = bench.socket("pod1", family, socket.SOCK_STREAM)
                 client.setblocking(False)

@@ -22,6 +22,7 @@ from hybrid_proxy.workshop.lab.agent import Agent
 from hybrid_proxy.workshop.lab.network import Lab
 from hybrid_proxy.workshop.lab.traffic import Stream, Tally, load, meanwhile
 from tests.loads import goes_on
+from tests.waiting import bound
 
 from .conftest import STRICT
 from .kit import PATIENCE, UDP, V4, V6, Bench, Service, attached, aware_of, eventually, ruleset, said, silent
@@ -106,7 +107,7 @@ def restart(bench: Bench) -> Iterator[Restart]:
             connection = stack.enter_context(bench.connect("node", web.vip(family), family))
             client = stack.enter_context(bench.socket("node", family, socket.SOCK_DGRAM))
             client.sendto(b"question", dns.vip(family))
-            assert select.select([client], [], [], 2 * PATIENCE)[0], "no answer waits in the socket"
+            assert select.select([client], [], [], bound(2))[0], "no answer waits in the socket"
             sockets[family] = connection, client
         bench.agent.kill()
         web.write(bench.lab["pod3"])
