@@ -132,6 +132,12 @@ class Clinic:
         assert done.stdout, done.stderr
         return done.returncode, msgspec.json.decode(done.stdout, type=Diagnosis)
 
+    def reaches(self, address: str, port: int) -> bool:
+        """Whether pod4 is connected within a second."""
+        with self.lab.socket("pod4") as client:
+            client.settimeout(1)
+            return client.connect_ex((address, port)) == 0
+
     def run(self, place: str, *argv: str) -> None:
         done = self.lab.run(place, list(argv))
         assert done.returncode == 0, f"{' '.join(argv)}: {done.stderr}"

@@ -294,8 +294,7 @@ def test_what_is_served_and_what_is_set_on_the_node(start: Callable[[str], Agent
     eventually(lambda: page(lab, "127.0.0.1:10302/proxyMode") == "nftables", 10, "metrics did not move")
     assert page(lab, "127.0.0.1:10301/proxyMode") == ""
     assert "Thread" in page(lab, "127.0.0.1:10302/debug/threads")
-    eventually(lambda: timeouts()[0] == "10800", 5, "the time-out was not set")
-    assert score() == "200"
+    eventually(lambda: (timeouts()[0], score()) == ("10800", "200"), 5, "the time-out or the score was not set")
 
     file.ours["serveMetrics"] = False
     file.write()
