@@ -19,6 +19,7 @@ from ..kit import run_blocks, shell, start_agent
 from ..pages import PAGES, ROOT, blocks, commands, tree
 
 OURS = tuple(commands("hybrid-proxy"))
+NAMED = re.compile(r"(?:`|-- )hybrid-proxy ([^`#\n|>;&}]+)")  # in a sentence, or for a pod
 CLUSTER = tuple(
     (page, line.split("#")[0].strip())
     for page in PAGES
@@ -44,6 +45,18 @@ def test_every_command_of_ours_has_flags_that_exist() -> None:
                 parser().parse_args(words)
                 continue
             pytest.fail(f"{page}: {' '.join(argv)}")
+
+
+def test_every_command_that_a_sentence_names_exists() -> None:
+    """The pages', and those of what is deployed: alerts, notes, comments."""
+    files = [*map(ROOT.joinpath, PAGES), *(path for path in (ROOT / "deploy").rglob("*") if path.is_file())]
+    named = [(path, found.strip()) for path in files for found in NAMED.findall(path.read_text())]
+    assert len(named) > 60
+    for path, words in named:
+        with contextlib.suppress(SystemExit):
+            parser().parse_args([word.strip("[]") for word in shlex.split(words.replace("COMMAND", "status"))])
+            continue
+        assert words.endswith(("--help", "--version")), f"{path}: hybrid-proxy {words}"
 
 
 def test_every_target_of_make_is_there() -> None:
