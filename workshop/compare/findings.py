@@ -66,7 +66,7 @@ def findings(run: Run) -> Findings:
     return Findings(
         rows,
         noise,
-        (*limits, *_certainty(rows, noise)),
+        (*limits, *_certainty(rows, noise, poor)),
         tuple(_notes(run)),
         "poor" if poor else "limited" if limits or loud else "good",
     )
@@ -168,13 +168,13 @@ def absent(run: Run, rows: Sequence[Row]) -> dict[str, list[str]]:
     return {reason: titles for reason, titles in found.items() if not reason.startswith("not measured")}
 
 
-def _certainty(rows: Sequence[Row], noise: Sequence[Noise]) -> Iterator[str]:
+def _certainty(rows: Sequence[Row], noise: Sequence[Noise], poor: bool) -> Iterator[str]:
     loud, worst = _loud(noise), max((known.spread for known in noise), default=0.0)
     if loud:
         where = ", ".join(loud) if len(loud) <= MANY else f"{len(loud)} of {len({one.metric for one in noise})} rows"
         yield (
             f"The machine was not quiet: the control, always the same work, spread by more than {100 * NOISY:.0f} % "
-            f"(up to {100 * worst:,.0f} %) in {where}. Trust ratios, not values."
+            f"(up to {100 * worst:,.0f} %) in {where}." + ("" if poor else " Trust ratios, not values.")
         )
     elif noise:
         yield f"The machine was quiet: the control, always the same work, spread by {100 * worst:.0f} % at most."

@@ -19,6 +19,7 @@ _CONNECTION: Final = {
 }
 _REQUEST: Final = {"request_cost": "CPU for a request", "request_cpu": "CPU of the machine for a request"}
 _LATENCY: Final = {"latency_p99": "time for a request at p99"}
+ABOUT: Final = 0.01  # a median this close to 1 is "about as much"
 
 
 class Report(msgspec.Struct, frozen=True):
@@ -50,7 +51,7 @@ def _summary(run: Run, found: Findings) -> Iterator[str]:
     if judged:
         few, who = min(judged) < SURE, f"With {size:,} services, {first}"
         if needs := _needs(found, here, size):
-            yield f"{who} {'may need' if few else 'needs'} {needs}."
+            yield f"{who} {'may need' if few or found.trust == 'poor' else 'needs'} {needs}."
             who = "It"
         behind = "; ".join(f"{mode} in {rows}" for mode in here if (rows := _behind(found, mode, size)))
         nothing = f"{who} is significantly behind in nothing."
@@ -82,7 +83,7 @@ def _ipvs(run: Run, found: Findings) -> str:
         return f"IPVS has no figures: {row.missing}."
     missing = [known.missing.removeprefix("IPVS: ") for known in run.modes if known.mode == "ipvs"]
     why = f"does not work here: {missing[0]}" if missing else "was left out"
-    return f"IPVS {why}. `make compare-vm` measures it in a virtual machine."
+    return f"IPVS {why}. In a source tree, `make compare-vm` measures it in a virtual machine."
 
 
 def _needs(found: Findings, modes: Sequence[str], size: int) -> str:
@@ -106,26 +107,30 @@ def _behind(found: Findings, mode: str, size: int) -> str:
 def _difference(row: Row) -> str:
     assert row.lead is not None
     times = row.lead.median
-    return f"{times:.1f} times" if times >= 2 else f"{_percent(times)} % {'more' if times > 1 else 'less'}"
+    return f"{times:.1f} times" if times >= 2 else _than(times)
 
 
 def _amount(ratio: Estimate, what: str, other: str) -> str:
     """`14 % less CPU than nftables (3-17 %)`, of the ratio of both."""
     low, high, what = ratio.low, ratio.high, f" {what}" if what else ""
-    if ratio.holds(1.0):
-        both = [f"{_percent(end)} % {'less' if end < 1 else 'more'}" for end in (low, high)]
-        return f"about as much{what} as {other} ({_range(ratio, ' to '.join(both))})"
+    if ratio.holds(1.0) and abs(ratio.median - 1) < ABOUT:
+        return f"about as much{what} as {other} ({_range(ratio, f'{_than(low)} to {_than(high)}')})"
     if low >= 2:
         return f"{ratio.median:.1f} times as much{what} as {other} ({_range(ratio, f'{low:.1f}-{high:.1f}')})"
-    ends = "-".join(sorted({_percent(low), _percent(high)}, key=float))
-    word = "less" if ratio.median < 1 else "more"
-    return f"{_percent(ratio.median)} % {word}{what} than {other} ({_range(ratio, f'{ends} %')})"
+    ends = "-".join(sorted({_percent(low), _percent(high)}, key=float)) + " %"
+    if ratio.holds(1.0):
+        ends = f"no significant difference: {_than(low)} to {_than(high)}"
+    return f"{_than(ratio.median)}{what} than {other} ({_range(ratio, ends)})"
 
 
 def _range(ratio: Estimate, text: str) -> str:
     if ratio.count < 2:
         return "measured once"
     return text if ratio.sure >= SURE else f"{text}, {100 * ratio.sure:.0f} % sure"
+
+
+def _than(ratio: float) -> str:
+    return f"{_percent(ratio)} % {'less' if ratio < 1 else 'more'}"
 
 
 def _percent(ratio: float) -> str:

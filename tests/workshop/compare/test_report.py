@@ -16,6 +16,7 @@ from hybrid_proxy.workshop.compare.result import Run
 from hybrid_proxy.workshop.compare.tables import ends
 from hybrid_proxy.workshop.measuring.stats import Estimate
 from tests.workshop.compare.kit import EVERY, MACHINE, all_modes, made_up, swung
+from tests.workshop.compare.test_findings import busy
 
 
 def needs(run: Run) -> str:
@@ -36,6 +37,12 @@ def two(nftables: float, swing: tuple[float, ...] = (1.0,)) -> Run:
         pytest.param(1.006, (1,), "0.6 % more CPU for a connection than nftables (0.6 %)", id="hardly more"),
         pytest.param(
             1.0, (0.96, 1.0, 1.03), "about as much CPU for a connection as nftables (4 % less to 3 % more)", id="even"
+        ),
+        pytest.param(
+            0.86,
+            (0.69, 1.0, 1.2),
+            "14 % less CPU for a connection than nftables (no significant difference: 41 % less to 3 % more)",
+            id="perhaps less",
         ),
         pytest.param(
             3.0, (0.9, 1.0, 1.1), "3.0 times as much CPU for a connection as nftables (2.7-3.3)", id="several times"
@@ -65,6 +72,14 @@ def test_chance_is_that_of_the_intervals(modes: tuple[str, ...], rounds: int, wo
     page = report(made_up(modes=modes, rounds=rounds))
     assert words in markdown(page)
     assert words in html(page)
+
+
+def test_figures_of_a_poor_run_are_no_promises() -> None:
+    quiet, poor = report(made_up()), report(busy(made_up(), 99))
+    assert ("ebpf needs" in quiet.summary[0], "ebpf may need" in poor.summary[0]) == (True, True)
+    assert "disturbs it less than rates" in markdown(quiet)
+    assert "disturbs it less" not in markdown(poor)
+    assert "Trust ratios" not in " ".join(poor.findings.warnings)
 
 
 def test_where_nothing_else_is_known_the_cost_is_that_of_the_machine() -> None:
@@ -107,7 +122,7 @@ def test_the_third_sentence_is_of_ipvs() -> None:
         "IPVS: ebpf needs 14 % less CPU for a connection than ipvs (14 %).",
     )
     *_, last = report(made_up()).summary
-    elsewhere = "`make compare-vm` measures it in a virtual machine."
+    elsewhere = "In a source tree, `make compare-vm` measures it in a virtual machine."
     assert last == f"IPVS was left out. {elsewhere}"
     *_, last = report(all_modes()).summary
     assert last == f"IPVS does not work here: the kernel has no <ip_vs> & more. {elsewhere}"
