@@ -114,7 +114,8 @@ pictures: setup ## make the pictures of the demo, of `top` and of a report anew,
 	$(Q)$(PYTHON) -m tests.workshop.compare.screenshot build/compare-sample/report.html docs/compare.png
 
 # From the last commit, in a folder of its own: nothing that is not committed, and no umask, gets in. setuptools gives the
-# source distribution the times of the build. Both wheels are built from it; only a C file's object differs.
+# source distribution the times of the build. Both wheels are built from it; only a C file's object differs. It needs a
+# symbol of glibc 2.2.5 (aarch64: 2.17), nothing of musl; libbpf is opened when an agent starts.
 SAME_TAR  = tar c --format=gnu --sort=name --owner=0 --group=0 --numeric-owner --mode=u=rwX,go=rX --mtime=@$$SOURCE_DATE_EPOCH
 release: setup ## build what is released from the last commit: dist/RELEASE.md tells; BASE=debian@sha256:... is the image's base
 	$(call packages,$(APT_ACROSS))
@@ -128,7 +129,7 @@ release: setup ## build what is released from the last commit: dist/RELEASE.md t
 		tar xf *.tar.gz && rm *.tar.gz && for tree in */; do \
 		$(SAME_TAR) $${tree%/} | gzip -9n > $${tree%/}.tar.gz; \
 		for machine in x86_64 aarch64; do $(call step,build    the wheel for $$machine,CC=$$machine-linux-gnu-gcc $(abspath $(PYTHON)) -m build \
-		--no-isolation --wheel --outdir . -C--build-option=--plat-name=linux_$$machine $$tree) && rm -r $$tree/build || exit 1; done; rm -r $$tree; done
+		--no-isolation --wheel --outdir . -C--build-option=--plat-name=manylinux_2_17_$$machine $$tree) && rm -r $$tree/build || exit 1; done; rm -r $$tree; done
 	$(Q)umask 022 && export SOURCE_DATE_EPOCH=$$(git log -1 --format=%ct) && cd build/release/deploy/helm && \
 		$(SAME_TAR) hybrid-proxy | gzip -9n > ../../dist/hybrid-proxy-$$(sed -n 's/^version: //p' hybrid-proxy/Chart.yaml).tgz
 	$(Q)umask 022 && cp build/release/dist/* $(addprefix build/release/deploy/image/,requirements.txt workshop.txt) dist && \

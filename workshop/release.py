@@ -91,7 +91,7 @@ def _complete(bom: dict[str, Any], wheels: list[Path], tools: str) -> dict[str, 
         with zipfile.ZipFile(wheel) as archive:
             for name in archive.namelist():
                 if name.endswith((".bpf.o", ".so")):  # BPF's instructions are the same everywhere
-                    machine = f" ({wheel.stem.partition('linux_')[2]})" if name.endswith(".so") else ""
+                    machine = f" ({wheel.stem.partition('linux_2_17_')[2]})" if name.endswith(".so") else ""
                     compiled[name + machine] = _sum(archive.read(name))
     for name, content in compiled.items():
         hashes, by = [{"alg": "SHA-256", "content": content}], [{"name": "hybrid-proxy:built-with", "value": tools}]

@@ -128,13 +128,11 @@ def test_one_command_installs_and_upgrades_many_nodes(tmp_path: Path) -> None:
             chmod 755 $3/bin/pip""",
         "systemctl": """echo "$*" >>/etc/log; [ "$1" != is-active ] || [ -e /etc/runs ]""",
     }
-    wheel = f"hybrid_proxy-0.1.0-cp311-abi3-linux_{os.uname().machine}.whl"
+    wheel = f"hybrid_proxy-0.1.0-cp311-abi3-manylinux_2_17_{os.uname().machine}.whl"
     install = lines("docs/operations.md", "service", "all")
     with Machine("node", tmp_path, cluster.url, tools) as node:
         serve(node, {f"node-{n}": f"127.0.0.{n}" for n in (1, 2, 3)})
-        node.run(
-            "mkdir ../release; touch ../release/hybrid_proxy-0.1.0-cp311-abi3-linux_z.whl ../release/requirements.txt"
-        )
+        node.run("mkdir ../release; cd ../release; touch hybrid_proxy-0.1.0-cp311-abi3-linux_z.whl requirements.txt")
         node.run(f"printf '#!/bin/sh\\necho OK: $1\\n' >../release/{wheel}; chmod 755 ../release/{wheel}")
         variables = {"AT_ONCE": "1"}
         said = node.run(f"{install} && exit 1; true", **variables)
@@ -185,7 +183,7 @@ def test_a_node_without_a_package_index_is_installed_and_nothing_stays(tmp_path:
         pinned = hashlib.sha256(write_wheel(index, "pinned-1.0-py3-none-any", {}).read_bytes()).hexdigest()
         (release / "requirements.txt").write_text(f"pinned==1.0 --hash=sha256:{pinned}\n")
         ours = {"scripts/hybrid-proxy": script, "data/share/man/man8/hybrid-proxy.8": "manual"}
-        write_wheel(release, f"hybrid_proxy-0.1.0-cp311-abi3-linux_{os.uname().machine}", ours)
+        write_wheel(release, f"hybrid_proxy-0.1.0-cp311-abi3-manylinux_2_17_{os.uname().machine}", ours)
         fill = lines("docs/operations.md", "service", "wheels")
         node.run(f"cd {release}; {fill}", PIP_NO_INDEX="yes", PIP_FIND_LINKS=str(index))
         node.run("touch /var/lib/before; echo kubeconfig >node-1.conf")

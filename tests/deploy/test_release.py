@@ -67,7 +67,7 @@ def version_of(dist: Path) -> str:
 
 
 def wheel_of(dist: Path, machine: str) -> Path:
-    (wheel,) = dist.glob(f"hybrid_proxy-*-linux_{machine}.whl")
+    (wheel,) = dist.glob(f"hybrid_proxy-*-manylinux_2_17_{machine}.whl")
     return wheel
 
 
@@ -80,6 +80,22 @@ def test_wheels_differ_in_what_their_machine_runs(dist: Path) -> None:
     here, there = found.values()
     differ = {name for name in here.keys() | there.keys() if here.get(name) != there.get(name)}
     assert {name for name in differ if ".dist-info/" not in name} == {LIBRARY}
+
+
+@pytest.mark.parametrize("machine", MACHINES)
+def test_a_wheel_installs_where_its_library_loads(dist: Path, machine: str, tmp_path: Path) -> None:
+    """PEP 600: with this glibc or a newer one, and with musl, which has no libc.so.6, not at all."""
+    wheel = wheel_of(dist, machine)
+    with zipfile.ZipFile(wheel) as archive:
+        needed = set(re.findall(rb"GLIBC_(\d+)\.(\d+)", archive.read(LIBRARY)))
+    assert needed
+    assert max((int(major), int(minor)) for major, minor in needed) <= (2, 17)
+    for platform, installs in (("manylinux_2_17", True), ("musllinux_1_2", False)):
+        argv = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--no-index", "--only-binary=:all:"]
+        argv += ["--target", str(tmp_path / platform), "--python-version=3.11", f"--platform={platform}_{machine}"]
+        done = subprocess.run([*argv, str(wheel)], capture_output=True, text=True, check=False)
+        assert (done.returncode == 0) == installs, done.stderr
+        assert (tmp_path / platform / LIBRARY).exists() == installs
 
 
 def test_a_release_is_whole(dist: Path) -> None:
