@@ -196,6 +196,27 @@ def test_overlays_of_ones_own_are_outside_of_the_tree(tmp_path: Path) -> None:
     assert monitor["metadata"]["labels"]["release"] == "monitoring"
 
 
+PATCHES = [
+    (path.parent.relative_to(DEPLOY).as_posix(), yaml.safe_load(patch["patch"]))
+    for path in sorted(DEPLOY.rglob("kustomization.yaml"))
+    for patch in yaml.safe_load(path.read_text()).get("patches", [])
+]
+
+
+@pytest.mark.parametrize(("folder", "operations"), [pytest.param(*each, id=each[0]) for each in PATCHES])
+def test_a_patch_that_counts_elements_tests_which_one_it_has(folder: str, operations: list[dict[str, Any]]) -> None:
+    """RFC 6902: where a list has another order, the build fails, and changes nothing else in silence."""
+    known: set[str] = set()
+    for each in operations if isinstance(operations, list) else ():  # a strategic merge goes by names
+        counted = {
+            path[: found.end()]
+            for path in (each["path"], each.get("from", ""))
+            for found in re.finditer(r"/\d+(?=/|$)", path)
+        }
+        known |= counted if each["op"] == "test" else {each["path"]} if each["op"] == "add" else set()
+        assert counted <= known, each
+
+
 @pytest.mark.parametrize("folder", FOLDERS)
 def test_a_full_node_has_room_for_every_pod(folder: str) -> None:
     """Also for those that abort a wave: a pod without priority stays Pending there."""
