@@ -153,15 +153,18 @@ class Clinic:
             self.run(place, "nft", "delete", "table", family, name)
 
     @contextmanager
-    def hanging(self, *pods: str, begin: bytes = b"", after: float = 0) -> Iterator[None]:
-        """Processes that take connections there and never read one, but may `begin` an answer `after` some seconds."""
+    def hanging(self, *pods: str, begin: bytes | None = None, after: float = 0) -> Iterator[None]:
+        """Processes that take connections there and never read one, but may `begin` an answer `after` some seconds.
+
+        Where it is empty, they read what comes, and close.
+        """
         sockets = [self.lab.socket(pod) for pod in pods]
         try:
             for pod, made in zip(pods, sockets, strict=True):
                 made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
                 made.bind((self.lab[pod].address4, HANGS))
                 made.listen(64)
-                if begin:
+                if begin is not None:
                     threading.Thread(target=_begin, args=(made, begin, after), daemon=True).start()
             yield
         finally:
@@ -195,6 +198,9 @@ def _begin(listener: socket.socket, answer: bytes, after: float) -> None:
     with suppress(OSError):
         while True:
             open_ones.append(listener.accept()[0])
+            if not answer:
+                with suppress(ConnectionError), open_ones[-1] as made:
+                    made.recv(4096)
             threading.Timer(after, send, open_ones[-1:]).start()
 
 

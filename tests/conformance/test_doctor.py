@@ -90,6 +90,13 @@ def hanging(clinic: Clinic) -> Iterator[None]:
 
 
 @contextmanager
+def closing(clinic: Clinic) -> Iterator[None]:
+    with clinic.hanging(*PODS, begin=b""):
+        clinic.put(*PODS, target=HANGS)
+        yield
+
+
+@contextmanager
 def full_map(clinic: Clinic) -> Iterator[None]:
     """More service ports than the agent may program."""
     clinic.put("pod1", name=FIRST, ports=600)
@@ -830,6 +837,7 @@ INCIDENTS = [
         alone=True,
     ),
     Incident("the processes in the pods hang", hanging, (NAME,), "backend-never-answers"),
+    Incident("the processes close without an answer", closing, (NAME,), "backend-closes", certain=False, said="GET /"),
     Incident("the processes stall in an answer", stalling, (NAME,), "backend-stalls"),
     Incident("one process of three is slow", slow, (NAME,), "backend-slow", said="the others after"),
     Incident("a UDP client's backend goes", backend_of_a_client_goes, (NAME,), ""),

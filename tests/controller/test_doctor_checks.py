@@ -296,6 +296,31 @@ def test_drops_are_told_of_packets_to_the_same_end(protocol: str, told: bool) ->
     assert is_about(event, facts(name=None), [attempt]) is told
 
 
+# fmt: off
+ENDED = [
+    pytest.param((tried(A, "closed", "closed"), tried(B, "closed", "closed"), tried(VIP, "closed", "closed")), False, False, id="all close"),
+    pytest.param((tried(A, "closed", "closed"), tried(B, "reset", "reset"), tried(C)), False, True, id="one closes, one resets, and one answers the same"),
+    pytest.param((tried(A, "reset", "reset"), tried(B), tried(C), tried(VIP, "reset", "reset")), False, True, id="none at the service's address is answered"),
+    pytest.param((tried(A, "closed", "closed"), tried(B), tried(C), tried(VIP)), True, True, id="one of three closes"),
+    pytest.param((tried(A), tried(B), tried(C), tried("10.0.0.1:81", "closed", "closed", port="shop/web:x")), False, False, id="all of one port close"),
+    pytest.param((tried(A), tried(B), tried(C), tried(A6, "reset", "reset")), False, True, id="all of one family reset"),
+]
+# fmt: on
+
+
+@pytest.mark.parametrize(("connections", "well", "certain"), ENDED)
+def test_where_most_end_without_an_answer_the_service_is_not_well_if_the_protocol_is_right(
+    connections: tuple[list[Tried], ...], well: bool, certain: bool
+) -> None:
+    asked = [[msgspec.structs.replace(each, sent="GET /") for each in rows] for rows in connections]
+    made = facts(*asked, ports=(port(A, B, C),))
+    found = diagnose(made.asked, list(service_findings(made, WELL)), made.tried)
+    assert (found.well, found.cause, found.certain) == (well, "backend-closes", certain)
+    assert all("GET /" in each.text for each in found.findings if each.cause == "backend-closes")
+    if well:  # those that failed are among those that were made
+        assert found.verdict.startswith("shop/web is well: 6 of 8 connections were answered, but 1 of 3 ")
+
+
 @pytest.mark.parametrize(("found", "cause", "certain"), SERVICES)
 def test_the_cause_explains_what_was_found(found: ServiceFacts, cause: Cause, certain: bool) -> None:
     assert service(found)[:2] == (cause, certain)

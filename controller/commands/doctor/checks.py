@@ -86,6 +86,7 @@ STAYS: Final = "; the last good version serves, and edits since then are ignored
 FLAPPING_SECONDS: Final = 600.0  # after which the end of it is believed
 AT_ONCE: Final = ("backend-closes", "backend-unreachable")  # one attempt shows it for sure
 LOOK_INSIDE: Final = "look at the pod's log; a proxy in the pod may have no server behind it"
+OTHER_PROTOCOL: Final = "; where this port speaks another protocol, nothing is wrong"
 SLOW_SECONDS, SLOW_TIMES = 0.5, 10.0  # of an answer: at least, and as often as the others
 AGAIN: Final = f"ask again in a second, then {READ_LOG}"
 ITS_CLIENTS: Final = "a problem of its clients, not of this node"
@@ -144,12 +145,12 @@ def _verdict(target: str, problems: list[Finding], warnings: list[Finding], trie
     if problems or unserved or (warnings and (target == "node" or not tried)):
         first, *rest = problems or warnings
         return first.text + f" (and {several(len(rest), f'other {first.mark}')})" * bool(rest)
-    asked = [each.outcome for each in tried if each.outcome in ANSWERED]
+    asked = [each.outcome for each in tried if each.outcome not in ("failed", "sent")]
     well = "the node is well" if target == "node" else f"{target} is well"
     if answered := asked.count("answered"):
-        others = ", and the others accepted" if answered < len(asked) else ""
+        others = ", and the others accepted" if 0 < asked.count("accepted") == len(asked) - answered else ""
         well += f": {answered} of {several(len(asked), 'connection was', 'connections were')} answered{others}"
-    elif asked:
+    elif "accepted" in asked:
         well += ": connections are accepted"
     return f"{well}, but {warnings[0].text}" if warnings else well
 
@@ -1122,6 +1123,7 @@ def _of_backends(direct: Sequence[Tried], facts: ServiceFacts, node: NodeFacts) 
         worst = next(iter(_failing(tried)), tried[0])
         kinds.setdefault((protocol, worst.outcome), []).append(worst)
     some_fail = any(one.via == "backend" for one in _failing(facts.tried))
+    out = _unanswered_ports([each for worsts in kinds.values() for each in worsts], facts)
     for (protocol, outcome), worsts in kinds.items():
         each, ends = worsts[0], {one.end for one in worsts}
         targets = [" on ".join(filter(None, (_end(one), facts.table.elsewhere.get(_host(one))))) for one in worsts]
@@ -1172,9 +1174,28 @@ def _of_backends(direct: Sequence[Tried], facts: ServiceFacts, node: NodeFacts) 
                 if suspects and outcome in ("silent", *UNANSWERED):
                     text += f"; or {_firewall(suspects[0])} {_does(suspects[0])} it: {suspects[0]}"
                     todo, sure = f"{_accept(suspects[0])}; else {todo}", False
-                mark: Mark = "warning" if cause == "backend-closes" else "problem"
+                mark: Mark = "warning" if cause == "backend-closes" and out.isdisjoint(map(_way, worsts)) else "problem"
                 sure = sure or cause in AT_ONCE
+                if cause == "backend-closes" and each.sent:
+                    text = text.replace("an answer", f"an answer to {each.sent}", 1)
+                    alike = {one.port for one in facts.tried if (one.outcome, one.sent) == ("answered", each.sent)}
+                    if mark == "problem" and alike.isdisjoint(one.port for one in worsts):
+                        todo, sure = todo + OTHER_PROTOCOL, False
                 yield Finding(mark, "connections", f"{text}{stays}", todo, cause, sure, len(targets))
+
+
+def _way(each: Tried) -> tuple[str, bool]:
+    """The service port of a connection, and whether it is IPv6's."""
+    return each.port, each.target.startswith("[")
+
+
+def _unanswered_ports(worst: Sequence[Tried], facts: ServiceFacts) -> set[tuple[str, bool]]:
+    """Where connections end without an answer, of most backends or of all that were tried at the service's address."""
+    all_of, through = Counter(map(_way, worst)), [each for each in facts.tried if each.via == "service"]
+    ended = Counter(_way(each) for each in worst if each.outcome in ("closed", "reset"))
+    served = {_way(each) for each in through if each.outcome not in ("closed", "reset")}
+    tried = set(map(_way, through))
+    return {way for way, count in ended.items() if 2 * count > all_of[way] or way in tried - served}
 
 
 def _slow(direct: Sequence[Tried]) -> Iterator[Finding]:

@@ -46,6 +46,7 @@ class Speech(NamedTuple):
 
     data: bytes = b""
     waits: bool = False
+    name: str = ""  # in words
 
 
 class Origin(NamedTuple):
@@ -85,25 +86,25 @@ def speech_of(port_name: str, port: int, protocol: str, *, path: str | None = No
     """
     word = port_name.lower().replace("_", "-").partition("-")[0]
     if protocol == "UDP":
-        return Speech(DNS_QUESTION, waits=True) if word == "dns" or port == DNS_PORT else Speech()
+        return Speech(DNS_QUESTION, waits=True, name="DNS") if word == "dns" or port == DNS_PORT else Speech()
     if protocol != "TCP":
         return Speech()
     if path is not None or word in ("http", "web", "metrics"):
         return _http(path or "/", host)
     if word in ("https", "tls"):
-        return Speech(_client_hello(host), waits=True)
+        return Speech(_client_hello(host), waits=True, name="a TLS ClientHello")
     if word in ("grpc", "h2c", "http2"):
-        return Speech(HTTP2, waits=True)
+        return Speech(HTTP2, waits=True, name="an HTTP/2 preface")
     if word in GREETING:
         return Speech(waits=True)
     if port in TLS_PORTS:
-        return Speech(_client_hello(host), waits=True)
+        return Speech(_client_hello(host), waits=True, name="a TLS ClientHello")
     return _http("/", host) if port in HTTP_PORTS else Speech()
 
 
 def _http(path: str, host: str) -> Speech:
     request = f"GET {path} HTTP/1.1\r\nHost: {host}\r\nUser-Agent: hybrid-proxy-doctor\r\nConnection: close\r\n\r\n"
-    return Speech(request.encode(), waits=True)
+    return Speech(request.encode(), waits=True, name=f"GET {path}")
 
 
 def _client_hello(host: str) -> bytes:
@@ -188,6 +189,7 @@ async def _timed(attempt: Attempt, made: socket.socket | OSError, seconds: float
         port=attempt.service_port,
         resent=resent,
         client_port=client_port,
+        sent=attempt.speech.name,
     )
 
 

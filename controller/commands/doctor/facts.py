@@ -41,6 +41,7 @@ class Tried(msgspec.Struct, frozen=True):
         outcome: What came of it.
         seconds: How long that took.
         detail: The kernel's words, where it failed.
+        sent: What was asked once it was accepted, such as `GET /`.
     """
 
     place: Place
@@ -54,6 +55,7 @@ class Tried(msgspec.Struct, frozen=True):
     port: str = ""
     resent: int = 0
     client_port: int = 0
+    sent: str = ""
 
     @property
     def end(self) -> tuple[str, str]:
