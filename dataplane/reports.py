@@ -339,6 +339,14 @@ class Unprogrammed(msgspec.Struct, frozen=True):
     reason: str
 
 
+def unserved(rows: Iterable[Unprogrammed]) -> list[str]:
+    """Returns a line for each reason: service ports, and why they are not programmed."""
+    found: dict[str, list[str]] = {}
+    for entry, reason in sorted({(row.entry, row.reason) for row in rows}):
+        found.setdefault(reason, []).append(entry)
+    return [f"{some(those)}: {reason}" for reason, those in found.items()]
+
+
 class Ejection(msgspec.Struct, frozen=True):
     """A backend that keeps failing.
 

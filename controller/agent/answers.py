@@ -37,7 +37,7 @@ from hybrid_proxy.controller.serving.http_handlers import HttpHandlers
 from hybrid_proxy.dataplane.errors import DataplaneError, Unsupported
 from hybrid_proxy.dataplane.kernel import conntrack, links, namespaces, sysctl
 from hybrid_proxy.dataplane.mode import ProbePacket, Programmer, belongs
-from hybrid_proxy.dataplane.reports import ExplainAnswer, ExplainStep
+from hybrid_proxy.dataplane.reports import ExplainAnswer, ExplainStep, unserved
 from hybrid_proxy.dataplane.table import Kind, Protocol, ServiceTable
 from hybrid_proxy.dataplane.timings import START
 
@@ -125,6 +125,7 @@ class Answers:
                     left_to_node=dict(self.syncer.builder.table.left_to_node),
                     node_ports_at=list(self.syncer.builder.table.node.node_port_addresses),
                     problems=list(self.syncer.cluster.problems.values()),
+                    unprogrammed=unserved(programmer.unprogrammed),
                     endpoints=self.syncer.cluster.endpoints() if endpoints else {},
                 )
             case p.GetTraffic():

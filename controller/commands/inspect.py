@@ -88,6 +88,7 @@ def _services(here: Programmed, args: argparse.Namespace) -> _Found:
     notes = [left_text(address, owner) for address, owner in left.items() if owner in names or not any(asked)]
     if here.agent and any(text.startswith(NODE_PORT) for row in rows for text in row.frontends):
         notes.append(f"node ports are served at {some(here.agent.node_ports_at) or 'no address'}")
+    notes += [f"not programmed: {each}" for each in here.agent.unprogrammed] if here.agent and not any(asked) else []
     problems = here.agent.problems if here.agent and any(asked) else []
     notes += [each.report for each in problems if each.service and asked.of(each.service)]
     return _Found(rows, listings.service_columns(rows, here.agent.ejections if here.agent else ()), notes)

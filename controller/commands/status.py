@@ -13,7 +13,7 @@ from hybrid_proxy.controller.commands.troubles import REPAIRED, SEE_FAILURES, Tr
 from hybrid_proxy.controller.serving import protocol as p
 from hybrid_proxy.controller.text import printable
 from hybrid_proxy.dataplane.modes.ebpf.maps.reasons import WORDS, WORKS
-from hybrid_proxy.dataplane.reports import EbpfStatus, Status, age, ago, clock, several, start_lines
+from hybrid_proxy.dataplane.reports import EbpfStatus, Status, age, ago, clock, several, start_lines, unserved
 
 LATE: Final = 90.0  # seconds after which a stream is late: bookmarks come once a minute
 FIRST: Final = 3  # reasons in the first line
@@ -53,7 +53,9 @@ def _other_lines(status: p.AgentStatus, found: Sequence[Trouble], now: float, *,
     yield from _configuration_lines(status.configuration)
     # Until the first table, a former agent's programs serve what this agent has not attached.
     dataplane = msgspec.structs.replace(status.dataplane, ebpf=None) if status.starting else status.dataplane
-    yield from _dataplane_lines(dataplane, wide=wide)
+    told = {trouble.todo.split()[1] for trouble in found if trouble.todo.startswith("raise ")}
+    notes = [text for text in dataplane.warnings if "nearly full" not in text or text.split()[-1] not in told]
+    yield from _dataplane_lines(msgspec.structs.replace(dataplane, warnings=notes), wide=wide)
     if wide and status.start_parts:
         used = status.start_processor_seconds
         yield "the start" + ("" if used is None else f" took {used:.2f} s of a processor") + ":"
@@ -76,7 +78,7 @@ def lines_without_agent(status: p.NoAgentStatus, screen: Screen, now: float) -> 
 def _lines_without_agent(status: p.NoAgentStatus) -> Iterator[str]:
     if status.error:
         yield from _detail_lines("last sync failed", [status.error])
-    yield from _detail_lines("NOT PROGRAMMED", [f"{one.entry}: {one.reason}" for one in status.unprogrammed])
+    yield from _detail_lines("NOT PROGRAMMED", unserved(status.unprogrammed))
     for problem in status.problems:
         yield from _detail_lines(problem.label, [problem.text])
     for name, found in status.programmed.items():

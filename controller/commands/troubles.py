@@ -16,8 +16,9 @@ from hybrid_proxy.controller.semantics.explain import left_text
 from hybrid_proxy.controller.semantics.history import CUT, GONE
 from hybrid_proxy.controller.serving.protocol import AgentStatus, SourceStatus
 from hybrid_proxy.dataplane.firewall_rules import DSTNAT, Rule, Taken
+from hybrid_proxy.dataplane.modes.ebpf.maps.pools import SETTINGS
 from hybrid_proxy.dataplane.other_proxies import ITS_RULES, LEFT
-from hybrid_proxy.dataplane.reports import FORWARDING, Fill, Status, Unprogrammed, clock, several, some
+from hybrid_proxy.dataplane.reports import FORWARDING, Fill, Status, clock, several, some, unserved
 
 NEARLY_FULL: Final = 0.9
 SEE_FAILURES: Final = frozenset({"ebpf", "userspace"})  # modes that know how connections to backends end
@@ -43,7 +44,7 @@ class Verdict(Enum):
     OK = "OK", Tone.GOOD
     DRAINED = "DRAINED", Tone.WARN  # all is well, and health checks keep load balancers away
     DEGRADED = "DEGRADED", Tone.WARN  # it serves what the cluster has, and something is wrong
-    NOT_IN_SYNC = "NOT IN SYNC", Tone.BAD  # it does not serve what the cluster has
+    NOT_IN_SYNC = "NOT IN SYNC", Tone.BAD  # it does not serve what the cluster has, and could
 
 
 class Trouble(NamedTuple):
@@ -179,28 +180,21 @@ def missing(row: KindState) -> str:
 
 def _plane_troubles(plane: Status) -> Iterator[Trouble]:
     if plane.unprogrammed:
-        details = [f"{one.entry}: {one.reason}" for one in plane.unprogrammed]
-        text, todo = f"{_many(details, 'service port')} not programmed", raise_it(plane.unprogrammed)
-        said = [*unprogrammed(plane.unprogrammed)]
-        yield Trouble("maps", "map-full", text, "NOT PROGRAMMED", details, todo=todo, said=said)
+        details = unserved(plane.unprogrammed)
+        text = f"{_many(plane.unprogrammed, 'service port')} not programmed"
+        todo, said = raise_it(details), [f"not programmed: {each}" for each in details]
+        judged = Verdict.NOT_IN_SYNC if any(map(_FLAG.search, details)) else Verdict.DEGRADED
+        yield Trouble("maps", "map-full", text, "NOT PROGRAMMED", details, judged, todo=todo, said=said)
     if plane.ebpf and plane.ebpf.pods.failed:
         details = [f"{name}: {problem}" for name, problem in plane.ebpf.pods.failed.items()]
         text, todo = f"{_many(details, 'interface')} without our programs", f"no pod behind it is served: {READ_LOG}"
         yield Trouble("interfaces", "not-programmed", text, "interface", details, todo=todo)
 
 
-def unprogrammed(rows: Sequence[Unprogrammed]) -> Iterator[str]:
-    """Return a sentence for each reason."""
-    for reason in dict.fromkeys(row.reason for row in rows):
-        entries = list(dict.fromkeys(row.entry for row in rows if row.reason == reason))
-        yield f"{some(entries)} {'is' if len(entries) == 1 else 'are'} not programmed: {reason}"
-
-
-def raise_it(rows: Sequence[Unprogrammed]) -> str:
+def raise_it(reasons: Iterable[str]) -> str:
     """Say which limit to raise, by its flag and its field in the file."""
-    for flag in _FLAG.findall(" ".join(row.reason for row in rows)):
-        first, *words = flag.removeprefix("--").split("-")
-        return f"raise {flag} (in the file: ebpf.{first}{''.join(map(str.capitalize, words))})"
+    for flag in _FLAG.findall(" ".join(reasons)):
+        return f"raise {flag} (in the file: ebpf.limits.{flag.removeprefix('--max-')}) and restart the agent"
     return "the reason names the feature that is missing"
 
 
@@ -266,8 +260,11 @@ def _full(status: AgentStatus) -> Iterator[Trouble]:
     if plane.ebpf:
         growing = plane.ebpf.maps.items()
         rows |= {name: Fill(row.used, row.bound) for name, row in growing if row.used is not None and row.bound}
+    told = " ".join(one.reason for one in plane.unprogrammed)
     for name, row in rows.items():
-        yield from fill_trouble("maps", "map-full", name, row, "raise its --max-* flag")
+        if not (flag := SETTINGS.get(name, f"--max-{name}" if plane.ebpf else "")) or flag not in told:
+            todo = raise_it([flag]) if flag else "raise LimitNOFILE" if name == "files" else "another mode has room"
+            yield from fill_trouble("maps", "map-full", name, row, todo)
     if status.conntrack:
         todo = "`hybrid-proxy doctor` names its largest user"
         yield from fill_trouble("conntrack", "conntrack-full", "conntrack", status.conntrack, todo)

@@ -447,7 +447,7 @@ class NamesAnswer(msgspec.Struct, frozen=True, tag_field="answer", tag="names"):
 
     `draining` are the modes that drain, `without_backend` the service ports that have none on this node. `left_to_node`
     is as in `AgentStatus`, `node_ports_at` as in `TableAnswer`; `endpoints` has those of each Service, `problems`
-    objects that are refused.
+    objects that are refused, `unprogrammed` lines about service ports that are not programmed.
     """
 
     mode: str
@@ -460,6 +460,7 @@ class NamesAnswer(msgspec.Struct, frozen=True, tag_field="answer", tag="names"):
     node_ports_at: list[str] = []
     endpoints: dict[str, list[Endpoint]] = {}
     problems: list[Problem] = []
+    unprogrammed: list[str] = []
 
 
 class TrafficAnswer(msgspec.Struct, frozen=True, tag_field="answer", tag="traffic"):

@@ -31,12 +31,13 @@ from hybrid_proxy.controller.commands.doctor.facts import (
 from hybrid_proxy.controller.commands.doctor.service import is_about
 from hybrid_proxy.controller.commands.status import Verdict as Judged
 from hybrid_proxy.controller.commands.status import verdict as judged
-from hybrid_proxy.controller.commands.troubles import troubles
+from hybrid_proxy.controller.commands.troubles import raise_it, troubles
 from hybrid_proxy.controller.kubernetes.model import KindState, Problem
 from hybrid_proxy.controller.semantics.explain import Packet, Verdict
 from hybrid_proxy.controller.semantics.history import DELETED, ChangeRow
 from hybrid_proxy.controller.semantics.lacks import Lack, with_policy
 from hybrid_proxy.controller.serving.protocol import DrainingMode, SourceStatus, TableAnswer, TablePort
+from hybrid_proxy.controller.settings.documents import rows as settings
 from hybrid_proxy.dataplane.firewall_rules import Rule, Taken
 from hybrid_proxy.dataplane.other_proxies import ITS_RULES, LEFT
 from hybrid_proxy.dataplane.reports import (
@@ -725,7 +726,10 @@ def test_of_a_full_map_the_flag_and_the_field_are_told() -> None:
     rows = [Unprogrammed("a/b:c", "map services (--max-services) is full (9)")]
     node = msgspec.structs.replace(WELL, agent=agent_status(dataplane=dataplane(unprogrammed=rows)))
     todo = next(each.todo for each in node_findings(node) if each.cause == "map-full")
-    assert {"--max-services", "ebpf.maxServices"} <= set(re.findall(r"[\w.-]+", todo))
+    assert {"--max-services", "ebpf.limits.services", "restart"} <= set(re.findall(r"[\w.-]+", todo))
+    fields = {row.setting.flag: row.key.partition(".")[2] for row in settings()}
+    for flag in ("services", "backends", "slots", "flows"):
+        assert f"(in the file: {fields[f'max-{flag}']})" in raise_it([f"map x (--max-{flag}) is full (9)"])
 
 
 @pytest.mark.parametrize(("changes", "cause", "mark"), NODES)

@@ -44,7 +44,6 @@ from hybrid_proxy.controller.commands.troubles import (
     so_far,
     take_off,
     troubles,
-    unprogrammed,
     uplink_down,
 )
 from hybrid_proxy.controller.semantics.entries import NO_PORT
@@ -53,7 +52,7 @@ from hybrid_proxy.controller.semantics.history import FOLD_SECONDS, ChangeRow, l
 from hybrid_proxy.controller.serving.protocol import AgentStatus, TablePort
 from hybrid_proxy.dataplane.firewall_rules import FIELDS, Rule, Taken, takes
 from hybrid_proxy.dataplane.mode import belongs
-from hybrid_proxy.dataplane.reports import FORWARDING, Fill, PacketEvent, age, ago, several, shortened, some
+from hybrid_proxy.dataplane.reports import FORWARDING, Fill, PacketEvent, age, ago, several, shortened, some, unserved
 from hybrid_proxy.dataplane.table import Backend, Kind, Masquerade, WhenEmpty, family_of, socket_text
 
 # The node's own facts say this, too, and more recently than the agent.
@@ -710,7 +709,8 @@ def reached(facts: ServiceFacts, port: TablePort) -> list[Backend]:
 def _kernel(facts: ServiceFacts, node: NodeFacts) -> Iterator[Finding]:
     names = {port.name for port in facts.ports}
     missed = [one for one in node.agent.dataplane.unprogrammed if one.entry in names] if node.agent else []
-    yield from (Finding("problem", "kernel", one, raise_it(missed), "not-programmed") for one in unprogrammed(missed))
+    for each in unserved(missed):
+        yield Finding("problem", "kernel", f"not programmed: {each}", raise_it([each]), "not-programmed")
     if node.agent is not None and not missed and any(map(_ends, facts.ports)):
         yield _programmed(facts, {(row.service, row.address) for row in node.ejections})
     failed = {row.address: row.history.text(node.now) for row in facts.backends if row.history is not None}

@@ -257,6 +257,9 @@ class TestAgent:
         agent = start("ebpf", "--max-services", "1024", kubeconfig=api.kubeconfig())
         unprogrammed = agent.status().dataplane.unprogrammed
         assert len(unprogrammed) == 7, "one place is never used"
+        said = agent.command("services").stderr
+        assert said.startswith("(not programmed: team-")
+        assert " and 4 more: map services (--max-services) is full" in said
         until(lambda: len(api.events("NotProgrammed")) == len(unprogrammed), "an event for each")
         notes = {(e["regarding"]["kind"], f"{e['regarding']['namespace']}/{e['regarding']['name']}", e["note"])
                 for e in api.events("NotProgrammed")}  # fmt: skip
