@@ -39,7 +39,7 @@ environment:
 """
 _MAIN: Final = """
 start here:
-  hybrid-proxy lab demo               see it carry traffic, in a minute (as root)
+  hybrid-proxy lab up                 try it on a node and pods made of namespaces (as root)
   hybrid-proxy modes                  what works on this node; nothing is changed
   hybrid-proxy run --kubeconfig FILE  serve a cluster's Services here
   hybrid-proxy COMMAND --help         each command, with examples

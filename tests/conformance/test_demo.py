@@ -104,6 +104,11 @@ def test_what_a_lab_prints_can_be_typed() -> None:
     try:
         up = lab("up")
         assert up.returncode == 0, up.stderr
+        second = lab("demo")
+        assert second.returncode == 1
+        assert re.search(rf"stands already .*\b{NAME}\b.* give another --name", second.stderr), (
+            "it may be another user's"
+        )
         lines = [line.strip() for line in up.stdout.splitlines() if line.startswith("    ")]
         assert all(len(line) <= 140 for line in lines), lines
         load, *asked, shell, _manifest, _configuration, metrics, _tail, kill, again = lines

@@ -96,6 +96,11 @@ def test_help_begins_with_what_needs_no_file_that_an_installation_lacks() -> Non
     assert "./" not in begin
 
 
+def test_a_demonstration_has_a_lab_of_its_own() -> None:
+    names = {action: cli.parser().parse_args(["lab", action]).name for action in ("up", "down", "demo")}
+    assert names == {"up": "lab", "down": "lab", "demo": "demo"}
+
+
 def test_the_help_of_run_has_first_what_most_nodes_need() -> None:
     sections = re.split(r"^(\S.*):$", cli.commands_of(cli.parser("run"))["run"].format_help(), flags=re.MULTILINE)
     flags = {

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import re
+import shlex
 import subprocess
 import sys
 
 import pytest
+
+from hybrid_proxy.controller import cli
 
 WITHOUT_EXTRAS = """
 import importlib, pkgutil, sys
@@ -43,3 +47,16 @@ def test_without_the_extra_one_sentence_says_what_to_install(command: str, said:
     assert said in done.stderr
     assert re.findall("`(.*?)`", done.stderr)[:2] == ["pip install '.[workshop]'", "pip install 'WHEEL[workshop]'"]
     assert len(done.stderr.splitlines()) == 1
+
+
+@pytest.mark.root
+def test_without_the_extra_a_beginner_has_a_lab() -> None:
+    """The first command of `--help`."""
+    begin = cli.parser().format_help().partition("start here:\n")[2].splitlines()[0]
+    _, *argv = shlex.split(re.split(" {2,}", begin.strip())[0])
+    name = ["--name", f"t{os.getpid()}x"]
+    try:
+        done = without_extras(f"from hybrid_proxy.controller import cli; sys.exit(cli.main({argv + name}))")
+        assert done.returncode == 0, done.stderr
+    finally:
+        subprocess.run([sys.executable, "-m", "hybrid_proxy.controller", "lab", "down", *name], check=False)

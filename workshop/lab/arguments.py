@@ -38,9 +38,9 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
         if name == "list":
             add_table(action)
             continue
-        action.add_argument(
-            "--name", default="lab", metavar="NAME", help="several labs can be up at once (default: lab)"
-        )
+        default = "demo" if name == "demo" else "lab"  # a demonstration leaves a lab that stands alone
+        named = f"several labs can be up at once (default: {default})"
+        action.add_argument("--name", default=default, metavar="NAME", help=named)
         if name in ("up", "demo"):
             fewest = f"number of serving pods (default and fewest: {FEWEST_PODS})"
             action.add_argument("--pods", type=number_from(FEWEST_PODS), default=FEWEST_PODS, metavar="N", help=fewest)

@@ -48,7 +48,8 @@ def main(args: argparse.Namespace) -> int:
     with contextlib.suppress(LabError):
         Lab.standing(args.name)
         raise ControllerError(
-            f"a lab named {args.name!r} stands already: `hybrid-proxy lab down --name {args.name}` removes it"
+            f"a lab named {args.name!r} stands already (all that stand: {', '.join(lab.name for lab in _standing())}): "
+            f"give another --name, or if it is yours, `hybrid-proxy lab down --name {args.name}` removes it"
         )
     if args.action == "up":
         return _up(args.name, args.pods, args.output == "json")
