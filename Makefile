@@ -55,7 +55,7 @@ test: setup $(if $(IPVS),,$(STAMPS)/vm) ## run the tests, about a quarter of an 
 	$(Q)$(PYTHON) -m compileall -q controller dataplane workshop
 	$(Q)$(PYTHON) -m pytest -n $(WORKERS) -m "not long" --durations=20 --costs=20 $(ARGS)
 
-test-quick: setup ## run the tests that touch nothing outside their own process, within a minute of CPU (no root)
+test-quick: setup ## run the tests that touch nothing outside their own process, 75 seconds of CPU (no root)
 	$(Q)$(PYTHON) -m pytest -n 2 --kernel none -m "not long" --ignore-glob='*/live' $(QUICK) $(ARGS)
 
 test-long: setup $(if $(IPVS),,$(STAMPS)/vm) ## run the tests that only take long, and all examples of properties, before a release
@@ -74,11 +74,12 @@ check: setup ## formatters, linters, types and the import contracts
 
 # $(call changed,pattern,command): the command, with the files of this kind that differ from the last commit, if there are any.
 changed = files=$$({ git diff --name-only --diff-filter=d HEAD; git ls-files -o --exclude-standard; } | grep '$(1)'); test -z "$$files" || { $(2); }
-check-fast: ## the same, but ruff and clang-format only for files that differ from the last commit: seconds
+check-fast: ## the same, but ruff and clang-format only for files that differ from the last commit, and the commits' subjects: seconds
 	$(Q)$(call changed,\.py$$,{ $(VENV)/bin/ruff format --check $$files || { echo "make format: reformats them" >&2; false; }; } && $(VENV)/bin/ruff check $$files)
 	$(Q)$(call changed,^bpf/.*\.[ch]$$,clang-format --dry-run --Werror $$files || { echo "make format: reformats them" >&2; false; })
 	$(Q)$(VENV)/bin/mypy
 	$(Q)$(VENV)/bin/lint-imports --no-cache
+	$(Q)$(PYTHON) -m pytest -q -n 0 --kernel none tests/docs/test_subjects.py
 
 # An agent starts from bytecode, as where it is installed.
 bench: export PYTHONDONTWRITEBYTECODE =
@@ -97,7 +98,7 @@ compare-vm: vm ## the same, with mode ipvs too, in a virtual machine; under an h
 		--services 100 --changes 3 --state $(CURDIR)/build/compare-vm/state $(ARGS)
 	$(Q)$(VENV)/bin/hybrid-proxy compare --from build/compare-vm/state --report build/compare-vm/report.html
 
-setup: $(STAMPS)/apt $(STAMPS)/venv bpf $(STAMPS)/lab $(STAMPS)/trace ## install what is missing, in up to three minutes: packages, the virtual environment, BPF objects
+setup: $(STAMPS)/apt $(STAMPS)/venv bpf $(STAMPS)/lab $(STAMPS)/trace ## install what is missing, in two to six minutes: packages, the virtual environment, BPF objects
 
 vm: setup $(STAMPS)/vm ## install what tests on other kernels need (QEMU)
 

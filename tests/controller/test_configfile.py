@@ -403,7 +403,7 @@ class TestFields:
         used = {f"{document}.{path}" for document, path, *_ in [*USED, *taken()]}
         unused = {f"{K}.{path}" for path, *_ in TOLD}
         missing = {row.key for row in rows() if row.document in DOCUMENTS} ^ (used | unused)
-        assert not missing, "a field has one row in USED, where a test sets it, or in TOLD"
+        assert not missing, "a field has one row: in USED or TAKEN, where a test sets it, or in TOLD"
         assert unused == {row.key for row in rows() if row.setting.unused}
 
     def test_used(self):
