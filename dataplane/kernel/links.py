@@ -50,8 +50,8 @@ RTA_DST, RTA_SRC, RTA_IIF, RTA_OIF, RTA_GATEWAY, RTA_PRIORITY, RTA_PREFSRC, RTA_
 RTA_TABLE, RTA_VIA = 15, 18
 UNICAST, LOCAL, BROADCAST, BLACKHOLE, MAIN_TABLE, SCOPE_LINK, SCOPE_HOST = 1, 2, 3, 6, 254, 253, 254
 BY_KERNEL, ON_LINK = 2, 4  # RTPROT_KERNEL: a route that comes with an address; RTNH_F_ONLINK
-# RTMGRP_LINK; addresses and routes of IPv4, of IPv6; RTNLGRP_IPV4_NETCONF: its settings of interfaces, as rp_filter
-GROUPS: Final = 1 | 0x10 | 0x40 | 0x100 | 0x400 | 1 << 23
+# RTNLGRP_: LINK, IPV4_IFADDR, IPV4_ROUTE, IPV6_IFADDR, IPV6_ROUTE; IPV4_NETCONF: settings of interfaces, as rp_filter
+GROUPS: Final = sum(1 << (group - 1) for group in (1, 5, 7, 9, 11, 24))
 _LINK: Final = struct.Struct("=BxHiII")  # family, type of hardware, index, flags, changed ones
 _ADDRESS: Final = struct.Struct("=BBBBI")  # family, length of the prefix, flags, scope, index of the interface
 # family, lengths of destination and source, tos, table, protocol, scope, type, flags
