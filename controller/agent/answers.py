@@ -29,7 +29,7 @@ from hybrid_proxy.controller.agent.syncer import Syncer
 from hybrid_proxy.controller.errors import ControllerError
 from hybrid_proxy.controller.kubernetes import Source
 from hybrid_proxy.controller.kubernetes.model import Service
-from hybrid_proxy.controller.semantics.explain import Explainer, Packet, destination_of
+from hybrid_proxy.controller.semantics.explain import Explainer, Packet, destination_of, meant_by
 from hybrid_proxy.controller.semantics.lacks import with_policy
 from hybrid_proxy.controller.serving import protocol as p
 from hybrid_proxy.controller.serving.health import Health
@@ -304,17 +304,19 @@ def _of_table(table: ServiceTable, service: str | None, packets: Sequence[Packet
     explainer = Explainer(msgspec.structs.replace(table, services=near))
     verdicts = [explainer.explain(packet) for packet in packets]
     names = {verdict.service for verdict in verdicts if verdict.service}
-    wanted = {(service or "").partition(":")[0], *(name.partition(":")[0] for name in names)}
+    name, _, number = (service or "").partition(":")
+    wanted = {name, *(name.partition(":")[0] for name in names)}
     entries = [e for e in table.entries(sorted(wanted)) if e.name in names or (service and belongs(e.name, service))]
     unknown = service is not None and not any(belongs(entry.name, service) for entry in entries)
-    known = [*table.services, *(e.name for e in table.entries([(service or "").partition(":")[0]]))] if unknown else []
+    known = [*table.services, *(e.name for e in table.entries([name]))] if unknown else []
+    hint = meant_by(int(number), table.services.get(name, ())) if unknown and number.isdecimal() else ""
     node_ports_at = [*table.node.node_port_addresses, *table.node.loopback]
     ports = [
         p.TablePort(e.name, e.family, e.protocol.name, e.frontends, e.backend_sets, path, e.affinity_seconds)
         for e in entries
         for path in [e.probe.path if e.probe else None]
     ]
-    return p.TableAnswer(ports, verdicts, known, node_ports_at=node_ports_at)
+    return p.TableAnswer(ports, verdicts, known, node_ports_at=node_ports_at, hint=hint)
 
 
 def _is_heard(address: str, service: Service) -> bool:

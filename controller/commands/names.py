@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from typing import Final, NamedTuple
@@ -48,11 +49,12 @@ class Asked(NamedTuple):
 
 
 def asked_for(service: str | None, namespace: str | None = None) -> Asked:
-    """Resolve `NAME -n NAMESPACE`: `default/web`, `web -n default` and `default/web -n default` mean the same.
+    """Resolve `NAME -n NAMESPACE`: `default/web`, `web -n default`, `web.default.svc.cluster.local` mean the same.
 
     Raises:
         ConfigError: the two name different namespaces.
     """
+    service = service and without_domain(service)
     if service is None or namespace is None:
         return Asked(service, namespace)
     own, slash, _ = service.rpartition("/")
@@ -61,11 +63,22 @@ def asked_for(service: str | None, namespace: str | None = None) -> Asked:
     return Asked(service if slash else f"{namespace}/{service}", namespace)
 
 
-def at_address(typed: str, rows: Iterable[ServiceRow]) -> str:
-    """The service with this address, or its port at this address and port; any other text as it is."""
+def without_domain(typed: str) -> str:
+    """`default/web:80` for `web.default.svc.cluster.local:80`; any other text as it is."""
+    return re.sub(r"^([\w-]+)\.([\w-]+)\.svc(\.[\w.-]*)?(?=[:/]|$)", r"\2/\1", typed)
+
+
+def named(typed: str, rows: Iterable[ServiceRow]) -> str:
+    """The service with this address, or its port at this address and port, or of this number; other text as it is.
+
+    A number that TCP and UDP have is that of the service.
+    """
     found = dict[str, str]()
     for name, frontend in ((row.name, frontend) for row in rows if row.name for frontend in row.frontends):
-        found |= {frontend: name, frontend.rpartition(":")[0].strip("[]"): name.partition(":")[0]}
+        service, (address, _, number) = name.partition(":")[0], frontend.rpartition(":")
+        by_number = f"{service}:{number}"
+        found |= {frontend: name, address.strip("[]"): service}
+        found[by_number] = name if found.get(by_number, name) == name else service
     return found.get(typed, typed)
 
 

@@ -11,7 +11,7 @@ from typing import Final, NamedTuple, TypeVar
 import msgspec
 
 from hybrid_proxy.controller.agent.modes import open_mode
-from hybrid_proxy.controller.commands.names import Asked, NotServed, UnknownName, asked_for, at_address, checked
+from hybrid_proxy.controller.commands.names import Asked, NotServed, UnknownName, asked_for, checked, named
 from hybrid_proxy.controller.errors import ControllerError
 from hybrid_proxy.controller.semantics.history import ChangeRow, folded, last_known
 from hybrid_proxy.controller.semantics.lacks import Lack
@@ -76,7 +76,8 @@ class Programmed(NamedTuple):
         if not (service or namespace):
             return Asked()
         rows = list(self.services() if known is None else known)
-        asked = asked_for(service and at_address(service, rows), namespace)
+        asked = asked_for(service and named(service, rows), namespace)
+        asked = asked._replace(service=asked.service and named(asked.service, rows))
         names = {row.name for row in rows}
         if names == {None}:
             raise ControllerError(f"{self.note}; without names there is only the list of all services")
@@ -242,6 +243,9 @@ def programmed(
 def why_unknown(admin_socket: str, unknown: UnknownName) -> ControllerError:
     """Return this error or a better one: the agent, the source of its objects and the history know Services as well."""
     name = unknown.name
+    if unknown.what == "port":
+        with contextlib.suppress(ControllerError):
+            return ControllerError(f"{unknown}{ask(admin_socket, p.GetTable(name, []), p.TableAnswer).hint}")
     if unknown.what != "service" or ("/" not in name and unknown.suggestions):
         return unknown
     try:

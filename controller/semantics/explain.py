@@ -65,7 +65,8 @@ class Verdict(msgspec.Struct, frozen=True):
     """The verdict on a packet.
 
     `backends` are the candidates as `ip:port`, `service` is the entry's name. `masquerade`: the source address becomes
-    the node's, whichever candidate is chosen. `rule` is what keeps the packet from a backend, `why` its clause.
+    the node's, whichever candidate is chosen. `rule` is what keeps the packet from a backend, `why` its clause; of a
+    packet to a `backend` itself, its service port.
     """
 
     name: str
@@ -74,7 +75,7 @@ class Verdict(msgspec.Struct, frozen=True):
     backends: tuple[str, ...] = ()
     masquerade: bool = False
     service: str | None = None
-    rule: Literal["", "source-ranges", "no-backend"] = ""
+    rule: Literal["", "source-ranges", "no-backend", "backend"] = ""
     why: str = ""
 
 
@@ -82,6 +83,16 @@ def left_text(address: str, service: str, unheard: Collection[str] = ()) -> str:
     """Describes a ClusterIP in `ServiceTable.left_to_node`; at those in `unheard` nothing listens."""
     what = "nothing listens at its ports" if address in unheard else "what listens there gets the packets"
     return f"{address}, the ClusterIP of {service}, is on an interface of this node: {what}"
+
+
+def meant_by(port: int, entries: Collection[Entry], address: str = "") -> str:
+    """Tells what a number is of a service that has no such port, or not for the protocol that was asked for."""
+    there = {each.address: e.protocol.name.lower() for e in entries for each in e.frontends if each.port == port}
+    if address in there:
+        return f" (`--to {socket_text(address, port)}/{there[address]}` asks for that)"
+    if None in there:
+        return f" ({port} is its node port)"
+    return f" ({port} is its targetPort)" * any(each.port == port for e in entries for each in e.serving)
 
 
 def verdict_to_dict(verdict: Verdict) -> dict[str, Any]:
@@ -198,7 +209,10 @@ class Explainer:
             found = self._find(str(dst), dst.version, packet.port, protocol, self._classify(packet, src)[0])
             if found is not None:
                 return self._at_frontend(packet, src, dst, *found)
-        return Verdict(packet.name, *self._elsewhere(packet, dst, protocol))
+        verdict = Verdict(packet.name, *self._elsewhere(packet, dst, protocol))
+        is_left = protocol is not None and verdict.verdict == "untouched"
+        backend = self._backends.get((str(dst), packet.port, int(protocol or 0))) if is_left else None
+        return msgspec.structs.replace(verdict, rule="backend", why=backend) if backend else verdict
 
     def _find(
         self, dst: str, family: int, port: int, protocol: Protocol, source: SourceClass
@@ -226,6 +240,7 @@ class Explainer:
         ports = ", ".join(sorted({f"{f.port}/{name}" for f, name in ends if f.address == text}))
         if kind is Kind.CLUSTER_IP:
             nothing = "the service has no such port" if protocol else "only its ports are served"
+            ports += meant_by(packet.port, self.table.services[owner], text) if protocol else ""
             return "reject", f"{what}: {dst} is the ClusterIP of {owner}, and {nothing}; it has {ports}."
         for cidr in self._service_cidrs:
             if dst in cidr and text not in self._own:

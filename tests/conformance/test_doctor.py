@@ -1407,6 +1407,7 @@ def test_of_an_address_that_no_service_has_doctor_tells_whose_it_is(clinic: Clin
             "no-such-port",
             f"is the ClusterIP of {NAME}, and the service has no such port; it has 80",
         ),
+        (f"{NAME}:{HTTP}", "no-such-port", f"its ports are http ({HTTP} is its targetPort)"),
         (f"{backend}:{NOBODY}", "not-a-service", f"is a backend of {NAME}:http (at port {HTTP})"),
         (f"{other}:80/udp", "not-a-service", f"{other} is a pod"),
         ("192.168.77.2:22", "not-a-service", "192.168.77.2 is this node"),
@@ -1414,6 +1415,11 @@ def test_of_an_address_that_no_service_has_doctor_tells_whose_it_is(clinic: Clin
     ):
         code, found = clinic.doctor(asked)
         assert (code, found.cause, said in found.verdict) == (1, cause, True), found
+    for asked in (f"{NAME}:80", "{1}.{0}.svc.cluster.local:80".format(*NAME.split("/"))):
+        assert clinic.doctor(asked)[0] == 0
+        (row,) = json.loads(clinic.agent.command("services", asked, "-o", "json").stdout)
+        assert row["name"] == f"{NAME}:http"
+    assert f"({HTTP} is its targetPort)" in clinic.agent.command("services", f"{NAME}:{HTTP}").stderr
 
 
 @only_in("ebpf", "nftables")

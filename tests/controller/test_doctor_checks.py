@@ -890,6 +890,17 @@ def test_a_pod_that_no_pod_reaches_is_not_told_of_before_the_client_that_was_nam
     assert "10.0.0.2 does not reach" not in " ".join(each.text for each in verdict.findings)
 
 
+def test_who_asks_a_backend_itself_is_led_to_its_service() -> None:
+    itself = Verdict("", "untouched", "10.0.0.1:8080/TCP is a backend itself.", rule="backend", why="shop/web:http")
+    (told,) = service(facts(packet=PACKET, verdicts=(itself,), ports=()))[2]
+    assert (told.cause, told.todo) == ("not-a-service", "`hybrid-proxy doctor shop/web:http` tries it")
+
+
+def test_of_a_service_without_such_a_port_the_finding_says_what_the_number_is() -> None:
+    asked = facts(asked="shop/web:81", ports=(), services=("shop/web", "shop/web:http"), table=told(hint=" (x)"))
+    assert service(asked)[2][0].text == "shop/web has no port '81'; its ports are http (x)"
+
+
 def test_a_change_is_told_in_eighty_characters() -> None:
     row = ChangeRow(first=900.0, last=990.0, kind="NAT", service="shop/web", what="gone: " + "x" * 400)
     (told,) = (

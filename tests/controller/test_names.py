@@ -4,12 +4,23 @@ from __future__ import annotations
 
 import pytest
 
-from hybrid_proxy.controller.commands.names import Asked, UnknownName, asked_for, at_address, checked
+from hybrid_proxy.controller.commands.names import Asked, UnknownName, asked_for, checked, named
 from hybrid_proxy.controller.commands.views import why_unknown
 from hybrid_proxy.controller.errors import ConfigError
 from hybrid_proxy.dataplane.reports import ServiceRow
 
 KNOWN = ("default/web:http", "default/web:https", "shop/web:http", "shop/basket", "kube-system/kube-dns:dns-tcp", None)
+
+ROWS = [
+    ServiceRow(name=name, frontends=ends, protocol="TCP", backends=1)
+    for name, ends in (
+        ("default/web:http", ["10.96.0.10:80", "[fd96::10]:80", "node port 30080"]),
+        ("default/web:https", ["10.96.0.10:443"]),
+        ("shop/one", ["10.96.0.11:80"]),
+        ("kube-system/dns:dns", ["10.96.0.12:53"]),
+        ("kube-system/dns:dns-tcp", ["10.96.0.12:53"]),
+    )
+]
 
 # fmt: off
 MEANT = (
@@ -20,6 +31,8 @@ MEANT = (
     pytest.param("web",              "default", Asked("default/web", "default"),       id="the-namespace-apart"),
     pytest.param("web:http",         "default", Asked("default/web:http", "default"),  id="a-port"),
     pytest.param("shop/basket",      "shop",    Asked("shop/basket", "shop"),          id="the-namespace-twice"),
+    pytest.param("web.default.svc.cluster.local:http", None, Asked("default/web:http"), id="the-name-of-dns"),
+    pytest.param("web.shop.svc",     "shop",    Asked("shop/web", "shop"),             id="a-short-name-of-dns"),
 )
 
 UNKNOWN = (
@@ -63,12 +76,13 @@ def test_of_a_service_without_this_port_its_ports_are_named() -> None:
 @pytest.mark.parametrize(
     ("typed", "meant"),
     [("10.96.0.10", "default/web"), ("10.96.0.10:443", "default/web:https"), ("[fd96::10]:80", "default/web:http"),
-     ("fd96::10", "default/web"), ("10.96.0.10:81", "10.96.0.10:81"), ("shop/web", "shop/web")],
+     ("fd96::10", "default/web"), ("10.96.0.10:81", "10.96.0.10:81"), ("shop/web", "shop/web"),
+     ("default/web:80", "default/web:http"), ("default/web:443", "default/web:https"), ("shop/one:80", "shop/one"),
+     ("kube-system/dns:53", "kube-system/dns"), ("default/web:8080", "default/web:8080"),
+     ("default/web:30080", "default/web:30080")],
 )  # fmt: skip
-def test_a_service_may_be_named_by_its_address(typed: str, meant: str) -> None:
-    ports = {"default/web:http": ["10.96.0.10:80", "[fd96::10]:80"], "default/web:https": ["10.96.0.10:443"]}
-    rows = [ServiceRow(name=name, frontends=ends, protocol="TCP", backends=1) for name, ends in ports.items()]
-    assert at_address(typed, rows) == meant
+def test_a_service_may_be_named_by_its_address_and_a_port_by_its_number(typed: str, meant: str) -> None:
+    assert named(typed, ROWS) == meant
 
 
 def test_two_different_namespaces_are_wrong_use() -> None:

@@ -130,7 +130,9 @@ CASES = [
     pytest.param(OUT,       OTHER_NODE,   30090, "tcp",  "untouched", [],               False, None,              ["is outside the cluster"], id="node port number at a foreign address"),
     pytest.param(OUT,       ME,           30090, "udp",  "untouched", [],               False, None,              [], id="node port of another protocol"),
     pytest.param(OUT,       ME,           22,    "tcp",  "untouched", [],               False, None,              ["192.168.0.1 is this node (an address of the node; node ports are 30080 (default/lb:http)"], id="no node port"),
-    pytest.param(OTHER_POD, "10.96.0.40", 30090, "tcp",  "reject",    [],               False, None,              ["the ClusterIP of default/np", "no such port"], id="node port number on a ClusterIP"),
+    pytest.param(OTHER_POD, "10.96.0.40", 30090, "tcp",  "reject",    [],               False, None,              ["the ClusterIP of default/np", "no such port", "(30090 is its node port)"], id="node port number on a ClusterIP"),
+    pytest.param(OTHER_POD, "10.96.0.40", 8080,  "tcp",  "reject",    [],               False, None,              ["no such port", "(8080 is its targetPort)"], id="targetPort on a ClusterIP"),
+    pytest.param(OTHER_POD, "10.96.0.80", 53,    "tcp",  "reject",    [],               False, None,              ["no such port", "(`--to 10.96.0.80:53/udp` asks for that)"], id="another protocol on a ClusterIP"),
     # refusals
     pytest.param(OTHER_POD, "10.96.0.50", 80,    "tcp",  "reject",    [],               False, "default/none:http", ["the service has no endpoints", "refused at once"], id="no endpoints"),
     pytest.param(OTHER_POD, "10.96.0.10", 443,   "tcp",  "reject",    [],               False, None,              ["no such port"], id="unknown port on a ClusterIP"),

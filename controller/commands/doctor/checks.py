@@ -515,7 +515,8 @@ def _unknown_name(facts: ServiceFacts, node: NodeFacts) -> Finding:
     service, _, port = facts.asked.partition(":")
     ports = [name for name in facts.services if name.startswith(f"{service}:")]
     if port and ports:
-        return Finding("problem", "object", no_port(facts.asked, ports), "name one of these", "no-such-port")
+        text = no_port(facts.asked, ports) + facts.table.hint
+        return Finding("problem", "object", text, "name one of these", "no-such-port")
     if facts.ignored:
         text = str(NotServed(facts.ignored))
         if any(why.startswith("refused: ") for why in facts.ignored.values()):
@@ -546,6 +547,8 @@ def _destination(facts: ServiceFacts, node: NodeFacts) -> list[Finding]:
         return [Finding("ok", "object", f"{verdict.service} has this address and port")]
     cause: Cause = "no-such-port" if verdict.verdict == "reject" else "not-a-service"
     todo = "`hybrid-proxy services` lists the addresses and ports that are served"
+    if verdict.rule == "backend":
+        return [Finding("problem", "object", verdict.reason, f"`hybrid-proxy doctor {verdict.why}` tries it", cause)]
     return [Finding("problem", "object", verdict.reason, todo, cause)]
 
 

@@ -17,7 +17,7 @@ from hybrid_proxy.controller.commands.command import Command, add_admin, add_fol
 from hybrid_proxy.controller.commands.doctor.checks import diagnose, in_short, node_findings, service_findings
 from hybrid_proxy.controller.commands.doctor.facts import CAUSES, WORST_FIRST, Diagnosis, Finding
 from hybrid_proxy.controller.commands.explain import ask_agent, named_target, packets_of, target
-from hybrid_proxy.controller.commands.names import asked_for, at_address
+from hybrid_proxy.controller.commands.names import asked_for, named
 from hybrid_proxy.controller.commands.terminal import print_lines, print_value, screen
 from hybrid_proxy.controller.errors import ConfigError, ControllerError
 from hybrid_proxy.controller.semantics.explain import Packet
@@ -41,7 +41,7 @@ def run(args: argparse.Namespace) -> int:
     packet = _packet(args)
     before = losses()
     node = at_node(agent_at(args.admin_socket, args.pin_root), args.cgroup)
-    args.service = args.service and at_address(args.service, node.rows)
+    args.service = args.service and named(args.service, node.rows)
     with contextlib.suppress(ValueError):  # an address and a port that no service has
         if args.service and ip_address(args.service.partition("/")[0].rpartition(":")[0].strip("[]")):
             args.service, args.target = None, args.service
