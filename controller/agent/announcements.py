@@ -11,6 +11,7 @@ from hybrid_proxy.controller.kubernetes.events import Recorder
 from hybrid_proxy.controller.kubernetes.model import Problem
 from hybrid_proxy.controller.semantics.entries import ExternalIPs
 from hybrid_proxy.dataplane.reports import Unprogrammed
+from hybrid_proxy.dataplane.table import ServiceTable
 
 log = logging.getLogger(__name__)
 
@@ -29,15 +30,16 @@ class Announcements:
         self._external_ips: Mapping[str, ExternalIPs] = MappingProxyType({})
         self._left_out: frozenset[Problem] = frozenset()
 
-    def unprogrammed(self, found: Collection[Unprogrammed]) -> None:
-        """Service ports that the mode did not program."""
+    def unprogrammed(self, found: Collection[Unprogrammed], table: ServiceTable) -> None:
+        """Service ports that the mode did not program; the table tells which of the others are still there."""
         reasons = {one.entry: one.reason for one in found}
         for entry in reasons.keys() - self._unprogrammed:
             log.error("%s is not programmed: %s; the others are", entry, reasons[entry])
             note = f"{entry} is not served on this node: {reasons[entry]}"
             self._events.event("Warning", "NotProgrammed", "ProgramService", note, of=entry)
         for entry in self._unprogrammed - reasons.keys():
-            log.info("%s is programmed now", entry)
+            if any(each.name == entry for each in table.entries([entry.partition(":")[0]])):
+                log.info("%s is programmed now", entry)
         self._unprogrammed = frozenset(reasons)
 
     def external_ips(self, now: Mapping[str, ExternalIPs]) -> None:

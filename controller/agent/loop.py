@@ -338,7 +338,7 @@ class Agent:
     def _report_unprogrammed(self) -> None:
         """Say what is not served: a sync leaves it out, and the mode's maintenance may program it later."""
         self.notebook.unprogrammed = list(self.mode.programmer.unprogrammed)
-        self._announcements.unprogrammed(self.notebook.unprogrammed)
+        self._announcements.unprogrammed(self.notebook.unprogrammed, self.syncer.builder.table)
 
     def _first_sync_done(self, *, at_start: bool) -> None:
         """The mode has programmed its first table, and serves."""

@@ -267,13 +267,17 @@ class TestAgent:
             ("Service", m.entry.partition(":")[0], f"{m.entry} is not served on this node: {m.reason}")
             for m in unprogrammed
         }
+        deleted = unprogrammed.pop().entry
+        api.delete("services", deleted.partition(":")[0])
+        until(lambda: len(agent.status().dataplane.unprogrammed) == len(unprogrammed), "it is known to be gone")
         # Ids of Services that are gone are free later, without a change of the table.
         missed = {one.entry for one in unprogrammed}
         names = [f"{one['metadata']['namespace']}/{one['metadata']['name']}" for one in map(service, range(1030))]
-        for name in [name for name in names if f"{name}:http" not in missed][: len(missed)]:
+        for name in [name for name in names if f"{name}:http" not in {*missed, deleted}][: len(missed)]:
             api.delete("services", name)
         until(lambda: not agent.status().dataplane.unprogrammed, "what had no room is served")
         until(lambda: agent.tail(100).count(" is programmed now") == len(missed), "the log says so")
+        assert f"{deleted} is programmed now" not in agent.tail(100)
         agent.terminate()
         with agent.lab.inside("node"):
             memory = recall(memory_path(str(agent.socket)))
