@@ -20,7 +20,8 @@ class Timings:
     def __init__(self) -> None:
         self.parts: list[StartPart] = []
         self.processor: float | None = None  # seconds of all threads, until the end
-        self._origin = _process_began()
+        ticks = Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19]  # hundredths of a second
+        self._origin = int(ticks) / os.sysconf("SC_CLK_TCK")  # since the machine began
         self._begun: dict[str, float] = {}
 
     @contextlib.contextmanager
@@ -57,12 +58,6 @@ class Timings:
     def elapsed(self) -> float:
         """Return the seconds since this process began."""
         return max(0.0, time.clock_gettime(time.CLOCK_BOOTTIME) - self._origin)
-
-
-def _process_began() -> float:
-    """Returns the time at which this process began, in seconds since the machine did, to a hundredth."""
-    ticks = Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19]
-    return int(ticks) / os.sysconf("SC_CLK_TCK")
 
 
 START = Timings()

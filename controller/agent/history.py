@@ -1,6 +1,6 @@
 """Writes down what changes on this node, for `hybrid-proxy changes`: a file that outlives the agent.
 
-A sync pays for a comparison of the Services that it changed, up to a number. Rows are collected by key, and appended
+A sync pays for a comparison of the Services that it changed, up to a number. Rows are folded, and appended
 once a second by one `write` each time. A killed agent loses the last second.
 """
 
@@ -32,7 +32,6 @@ from hybrid_proxy.controller.semantics.history import (
     change_of_node,
     differences,
     folded,
-    joined,
 )
 from hybrid_proxy.controller.serving.memory import read_changes
 from hybrid_proxy.controller.serving.protocol import Gone
@@ -43,7 +42,7 @@ from hybrid_proxy.dataplane.table import EMPTY, ServiceTable
 
 log = logging.getLogger(__name__)
 
-MOST_ROWS: Final = 100  # keys in one write; of what comes beyond it, only the number is kept
+MOST_ROWS: Final = 100  # in one write; of what comes beyond it, only the number is kept
 LARGEST: Final = 512 << 10  # bytes of the file, beyond which it is folded
 LONGEST: Final = 500  # characters of a text
 KEPT: Final = 400  # rows that are left then, of endpoints and Services; and as many of everything else
@@ -66,7 +65,7 @@ class History:
         self._zone = ""  # of this node
         self._path = path
         self._table = EMPTY  # that was programmed last
-        self._rows: dict[tuple[str | bool, ...], ChangeRow] = {}
+        self._rows: list[ChangeRow] = []
         self._mode = ""  # that has programmed a table
         self._source: SourceState | None = None
         self._problems: Mapping[tuple[str, str], Problem] = {}
@@ -230,7 +229,7 @@ class History:
             self._add(self._reported.popleft())
         if not self._rows:
             return
-        text = _lines(self._rows.values())
+        text = _lines(folded(self._rows))
         self._rows.clear()
         try:
             if append(self._path, text) > LARGEST:
@@ -242,8 +241,9 @@ class History:
             self._failed = True
 
     def _add(self, row: ChangeRow) -> None:
-        known = self._rows.pop(row.key, None)
-        self._rows[row.key] = joined(known, row) if known else row
+        self._rows.append(row)
+        if len(self._rows) >= MOST_ROWS:
+            self._rows = folded(self._rows)
 
     def _shorten(self) -> None:
         rows = folded(read_changes(self._path))

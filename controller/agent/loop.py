@@ -41,13 +41,7 @@ from hybrid_proxy.controller.semantics.node import Routes
 from hybrid_proxy.controller.serving.counters import Counters
 from hybrid_proxy.controller.serving.health import Health
 from hybrid_proxy.controller.serving.http_handlers import HttpHandlers
-from hybrid_proxy.controller.serving.memory import (
-    changes_path,
-    how_it_ended,
-    kept_path,
-    memory_path,
-    recall,
-)
+from hybrid_proxy.controller.serving.memory import changes_path, how_it_ended, kept_path, memory_path, recall
 from hybrid_proxy.controller.serving.protocol import (
     Answer,
     FindIgnored,

@@ -67,13 +67,8 @@ def open_first(
 ) -> tuple[Programmer, ModeStatus]:  # fmt: skip
     """Open the mode that was asked for, or the first of its fallbacks that this machine can run.
 
-    Args:
-        requested: a name of `FALLBACK`, or of a mode that has no fallback.
-        options: for the mode.
-        wake: for the mode.
-        strict: refuse instead of falling back; `auto` is still free to choose.
-        failed: modes that opened here and then could not serve the first table, with the reason.
-        release: called with the name of each mode before it is opened.
+    If `strict` there is no fallback, though `auto` is still free to choose. Modes that `failed` opened here and then
+    could not serve the first table, for a reason each. `release` gets the name of each mode before it is opened.
 
     Raises:
         Unsupported: none works, or the one that was asked for does not and `strict`; says what each one lacks.

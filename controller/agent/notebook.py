@@ -39,13 +39,8 @@ MOST: Final = 200  # events, and rows of everything but names
 class Notebook:
     """Writes the memory file of one agent, in its loop's thread.
 
-    `why` will be the last words, `opened` is whether a mode was opened, `unprogrammed` what is not served.
-
-    Args:
-        path: the file.
-        former: what the agent before left in it; None: nothing. This agent's first write replaces it.
-        mode: the mode that serves.
-        syncer: has the table.
+    `why` will be the last words, `opened` is whether a mode was opened, `unprogrammed` what is not served. The first
+    write replaces what the agent before left, the `former`.
     """
 
     def __init__(self, path: Path, former: Memory | None, mode: ActiveMode, syncer: Syncer) -> None:

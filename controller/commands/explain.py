@@ -126,9 +126,7 @@ _NAMED: Final = r"(?P<service>[a-z0-9-]+/[a-z0-9-]+)(?::(?P<port>[\w-]+))?(?:/(?
 
 def named_target(text: str) -> NamedTarget | None:
     """A destination by its name: `default/web:80`, `default/web:http`, `kube-system/dns:53/udp`; None: an address."""
-    from hybrid_proxy.controller.commands.names import without_domain
-
-    match = re.fullmatch(_NAMED, without_domain(text.strip()))
+    match = re.fullmatch(_NAMED, text.strip())
     return NamedTarget(match["service"], match["port"] or "", (match["proto"] or "").lower()) if match else None
 
 

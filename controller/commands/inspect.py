@@ -232,6 +232,7 @@ def _with_quiet_flows(args: argparse.Namespace, status: p.AgentStatus) -> p.Agen
 def explain_live(args: argparse.Namespace, packets: list[Packet]) -> int:
     """Ask the loaded program, through the agent."""
     from hybrid_proxy.controller.commands.doctor.way import astray
+    from hybrid_proxy.controller.commands.views import remembered
     from hybrid_proxy.dataplane.kernel import namespaces
     from hybrid_proxy.dataplane.kernel.roles import Roles
 
@@ -273,6 +274,8 @@ def explain_live(args: argparse.Namespace, packets: list[Packet]) -> int:
             row.steps += _met(packet, row, here.addresses)
             out = [each.address for each in agent.ejections if each.ejected and each.service == row.service]
             row.steps += [ExplainStep("ejected", f"Ejected, and not chosen: {some(out)}.")] * bool(out)
+        if not (row.service or args.flows) and (was := remembered(args.admin_socket, packet.dst)):
+            terminal.remark(f"note: {packet.dst} is not served{was}")
     if args.output == "json":
         terminal.print_value(args.output, rows if args.flows else rows[0])
         return 0

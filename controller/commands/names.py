@@ -54,7 +54,7 @@ def asked_for(service: str | None, namespace: str | None = None) -> Asked:
     Raises:
         ConfigError: the two name different namespaces.
     """
-    service = service and without_domain(service)
+    service = service and re.sub(r"^([\w-]+)\.([\w-]+)\.svc(\.[\w.-]*)?(?=:|$)", r"\2/\1", service)
     if service is None or namespace is None:
         return Asked(service, namespace)
     own, slash, _ = service.rpartition("/")
@@ -63,21 +63,13 @@ def asked_for(service: str | None, namespace: str | None = None) -> Asked:
     return Asked(service if slash else f"{namespace}/{service}", namespace)
 
 
-def without_domain(typed: str) -> str:
-    """`default/web:80` for `web.default.svc.cluster.local:80`; any other text as it is."""
-    return re.sub(r"^([\w-]+)\.([\w-]+)\.svc(\.[\w.-]*)?(?=[:/]|$)", r"\2/\1", typed)
-
-
 def named(typed: str, rows: Iterable[ServiceRow]) -> str:
-    """The service with this address, or its port at this address and port, or of this number; other text as it is.
-
-    A number that TCP and UDP have is that of the service.
-    """
+    """The service with this address, its port at this address and port, or of this number; other text as it is."""
     found = dict[str, str]()
     for name, frontend in ((row.name, frontend) for row in rows if row.name for frontend in row.frontends):
         service, (address, _, number) = name.partition(":")[0], frontend.rpartition(":")
-        by_number = f"{service}:{number}"
         found |= {frontend: name, address.strip("[]"): service}
+        by_number = f"{service}:{number}"  # TCP and UDP may have one number
         found[by_number] = name if found.get(by_number, name) == name else service
     return found.get(typed, typed)
 

@@ -213,13 +213,9 @@ def frontends(rows: Iterable[ServiceRow]) -> dict[conntrack.Key, str | None]:
 def programmed(
     admin_socket: str, pin_root: str | None = None, *, draining: bool = False, endpoints: bool = False
 ) -> Programmed:
-    """Read what the running agent's mode has programmed, or without an agent any mode.
+    """Read what the running agent's mode has programmed, or without an agent any mode; also modes that are `draining`.
 
-    Args:
-        admin_socket: where the agent listens, as `--admin-socket`.
-        pin_root: folder of the pins, None: as the agent says, or found.
-        draining: include modes that drain.
-        endpoints: have the agent say what EndpointSlices say of endpoints.
+    The agent says what EndpointSlices say of `endpoints`. It knows the folder of the pins, or it is found.
 
     Raises:
         ControllerError: nothing is programmed in this network namespace, or the agent answers with an error.
@@ -257,11 +253,15 @@ def why_unknown(admin_socket: str, unknown: UnknownName) -> ControllerError:
         reasons = reasons or ask(admin_socket, p.FindIgnored(name.partition(":")[0]), p.IgnoredAnswer).services
     except ControllerError:
         reasons = {}
-    now = time.time()
-    was = last_known(name.partition(":")[0], last_changes(admin_socket, now), now)
+    was = remembered(admin_socket, name.partition(":")[0])
     if reasons or not was:
         return NotServed(reasons) if reasons else unknown
     return ControllerError(f'no service "{name}"{was}')
+
+
+def remembered(admin_socket: str, name: str) -> str:
+    """Tell what last became of a Service, or of one that had this address; see `last_known`."""
+    return last_known(name, last_changes(admin_socket, now := time.time()), now)
 
 
 def as_left(admin_socket: str, pin_root: str | None, error: ControllerError) -> Programmed:

@@ -59,13 +59,7 @@ from hybrid_proxy.controller.kubernetes.parse import PROXY_NAME, decode
 from hybrid_proxy.controller.kubernetes.rate_limit import RateLimit
 from hybrid_proxy.controller.kubernetes.retry import SETTLED, Backoff, RetryPolicy, honoured
 from hybrid_proxy.controller.kubernetes.source_health import CHECK_SECONDS, SourceHealth
-from hybrid_proxy.controller.kubernetes.watch import (
-    ListPage,
-    WatchEvent,
-    decode_head,
-    decode_line,
-    decode_page,
-)
+from hybrid_proxy.controller.kubernetes.watch import ListPage, WatchEvent, decode_head, decode_line, decode_page
 
 if TYPE_CHECKING:
     from urllib3 import BaseHTTPResponse

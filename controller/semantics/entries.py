@@ -201,14 +201,8 @@ def entries(
 ) -> tuple[Entry, ...]:
     """Returns the entries of one service: one for each family that it has a ClusterIP of, and each port.
 
-    Args:
-        service: the service.
-        slices: all its EndpointSlices, in any order, of both families.
-        settings: the same that made `network`.
-        node: this node's own object (its zone decides on zone hints), None while it is unknown.
-        network: the answer of `node.node_network`.
-        former: the entries of this service before; unchanged parts are the same objects, as old and new entries
-            of all services may be in memory together.
+    The zone of this node decides on zone hints. Parts of the `former` entries that did not change are the same objects,
+    as old and new entries of all services may be in memory together.
     """
     slices = list(slices)
     known = {backend.address: backend for entry in former for backend in entry.serving} if former else {}

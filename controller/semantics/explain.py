@@ -136,14 +136,9 @@ class Destination(NamedTuple):
 
 
 def destination_of(table: ServiceTable, service: str, port: str, protocol: str, family: int) -> Destination:
-    """Returns the address of a service (`namespace/name`), its ClusterIP if it has one.
+    """Returns the address of a service (`namespace/name`), its ClusterIP if it has one; family 0: 4 if it has that.
 
-    Args:
-        table: that has it.
-        service: its name.
-        port: a number, also one that the service does not have; the name of a port; empty: the only one.
-        protocol: `tcp`, `udp` or `sctp`; empty: the port's.
-        family: 4 or 6; 0: 4 if the service has it.
+    The port is a number, also one that the service does not have, or the name of a port; empty: the only one.
 
     Raises:
         LookupError: there is no such service, or no such port of it; the message says what there is.

@@ -41,8 +41,10 @@ class ChangeRow(msgspec.Struct, kw_only=True, frozen=True):
         by: On whose word.
         count: How many changes.
         ready: How often an endpoint became ready; of equals, the newest first.
-        gone: How often it ceased to be; a row has one of the two. Of ejections, how often for which reason.
+        gone: How often it ceased to be; a row has one of the two. Of ejections, how often for which reason; the
+            addresses of a deleted Service.
         flapping: Whether an endpoint became ready several times.
+        outdated: Those whose newest change an earlier row tells.
         mode: The mode of a repair; else empty.
     """
 
@@ -56,6 +58,7 @@ class ChangeRow(msgspec.Struct, kw_only=True, frozen=True):
     ready: Mapping[str, int] = {}
     gone: Mapping[str, int] = {}
     flapping: bool = False
+    outdated: tuple[str, ...] = ()
     mode: str = ""
 
     @property
@@ -63,6 +66,11 @@ class ChangeRow(msgspec.Struct, kw_only=True, frozen=True):
         """The part that is the same in rows that are folded into one."""
         what = self.what.partition(" gets " if self.kind == "ejection" else "\0")[0]  # of ejections the backend alone
         return self.kind, self.service, what, self.by, bool(self.ready)
+
+    @property
+    def endpoints(self) -> set[tuple[str, str]]:
+        """The endpoints that it names, each with its Service."""
+        return {(self.service, each) for each in self.ready or self.gone} if self.kind == "endpoints" else set()
 
     @property
     def often(self) -> str:
@@ -84,7 +92,9 @@ class ChangeRow(msgspec.Struct, kw_only=True, frozen=True):
                 f"{backend} ejected {f'{times} x ' * (times > 1)}({some(those, '; ')}); gets {now.partition(': ')[0]}"
             )
         word = self.what or ("ready" if self.ready else "removed")
-        return f"{word}: {_counted(those)}" if those else self.what
+        newest = {each: times for each, times in those.items() if each not in self.outdated}
+        before = f"; before that {some(self.outdated)}, {'gone' if self.ready else 'back'} by now" * bool(self.outdated)
+        return f"{word}: {_counted(newest) or 'others'}{before}" if those else self.what
 
 
 def _counted(those: Mapping[str, int]) -> str:
@@ -112,6 +122,7 @@ def folded(rows: Iterable[ChangeRow]) -> list[ChangeRow]:
     between keeps rows apart: a link that is down, up and down again.
     """
     found: dict[int, ChangeRow] = {}  # by the place of the last one; those of one moment stay in their order
+    ready: dict[tuple[str, str], bool] = {}  # what was last told of an endpoint of a Service
     newest: dict[tuple[str | bool, ...], int] = {}  # the places of those that others may be joined to
     for place, row in enumerate(sorted(rows, key=lambda each: each.last)):
         about = row.key if row.kind in ("endpoints", "ejection") else row.key[:2]
@@ -121,7 +132,15 @@ def folded(rows: Iterable[ChangeRow]) -> list[ChangeRow]:
         same = last is not None and last.key == row.key and near
         found[place] = joined(found.pop(newest[about]), row) if same else row
         newest[about] = place
-    return list(found.values())
+        ready |= dict.fromkeys(
+            row.endpoints.difference({(row.service, each) for each in row.outdated}), bool(row.ready)
+        )
+    names = {each: place for place, row in found.items() for each in row.endpoints}  # where it comes last
+    stale = {each for each, place in names.items() if bool(found[place].ready) != ready[each]}
+    return [
+        replace(row, outdated=tuple(sorted(end for of, end in row.endpoints & stale if names[of, end] == place)))
+        for place, row in found.items()
+    ]
 
 
 def change_of(
@@ -139,7 +158,7 @@ def change_of(
         named = [dict.fromkeys(sorted(those)[:NAMED], 1) for those in (ready, gone)]
         return ChangeRow(
             first=at, last=at, kind=kind, service=name, what=what, by=by or source,
-            count=max(1, len(ready), len(gone)), ready=named[0], gone=named[1],
+            count=max(1, len(ready), len(gone) * (kind == "endpoints")), ready=named[0], gone=named[1],
         )  # fmt: skip
 
     said = ["served now" if by or objects[0] else "Service created"] if after and not before else []
@@ -166,11 +185,15 @@ def change_of(
             moved = [each for each in moved if "→" in each]
         rows += [row(what, "EndpointSlice") for what in moved or ["conditions of its endpoints changed"] * (not said)]
     end = DELETED if objects[0] and not objects[1] else NOT_SERVED
-    return [*rows, row(end, "Service")] if before and not after else rows
+    had = {f"{each.kind.value} {each.address or each.port}" for entry in before for each in entry.frontends}
+    return [*rows, row(end, "Service", gone=had if end == DELETED else ())] if before and not after else rows
 
 
 def last_known(name: str, rows: Sequence[ChangeRow], now: float) -> str:
-    """Tells what last became of a Service that is not there, after "no service ..."; empty: nothing is remembered."""
+    """Tells what last became of a Service that is not there, or of one that had this address; empty: unknown."""
+    for row in reversed(rows):
+        if had := [each for each in row.gone if row.what == DELETED and each.endswith(f" {name}")]:
+            return f"; it was the {had[0].rpartition(' ')[0]} of {row.service}, deleted {ago(now - row.last)}"
     known = [row for row in reversed(rows) if row.service == name]
     if not known:
         return ""

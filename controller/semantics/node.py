@@ -49,13 +49,8 @@ def node_network(
 ) -> NodeNetwork:
     """Returns the part of the node that a mode must know besides the services.
 
-    Args:
-        settings: kube-proxy's settings that matter here.
-        node: what is known of this node by its own object, None while it is unknown.
-        interface_addresses: addresses on the node's interfaces; empty when they cannot be read, the
-            Node's addresses replace them then.
-        service_cidrs: the ranges that ClusterIPs come from (KEP-1880).
-        routes: empty when they cannot be read.
+    Addresses of interfaces are empty when they cannot be read: the Node's addresses replace them then. ClusterIPs come
+    from `service_cidrs` (KEP-1880).
 
     Raises:
         ValueError: an address or CIDR is not one.

@@ -94,10 +94,7 @@ class Builder:
     def build(self, cluster: Cluster, interface_addresses: tuple[str, ...], routes: Routes = NO_ROUTES) -> ServiceTable:
         """Build the table of the cluster as it is now; the very same object when nothing changed.
 
-        Args:
-            cluster: its dirty state is taken.
-            interface_addresses: the addresses on this node's interfaces, empty when they are not known.
-            routes: this node's routes, empty when they are not known.
+        The cluster's dirty state is taken. Addresses and routes of this node are empty when they are not known.
         """
         dirty = cluster.take_dirty()
         network = self._network(cluster, interface_addresses, routes)

@@ -149,17 +149,15 @@ def how_it_ended(path: Path, memory: Memory) -> Gone:
     except OSError:
         last = memory.started
     why = "it was killed, or crashed: it left no last words"
-    if killed := killed_for_memory(memory):
+    killed = (
+        oom_kills() - memory.oom_kills if memory.oom_kills is not None else 0
+    )  # of this machine, since its last record
+    if killed > 0:
         count = several(killed, "process", "processes")
         why += f"; out of memory, the kernel has killed {count} since (dmesg): {ADVICE[errno.ENOMEM]}"
     if born(memory.pid) == memory.born:
         why = f"process {memory.pid} is there, but does not listen"
     return Gone(memory.pid, memory.started, last, exact=False, why=why, again=memory.again)
-
-
-def killed_for_memory(former: Memory) -> int:
-    """Returns how many processes of this machine were killed for lack of memory after a former agent's last record."""
-    return max(0, oom_kills() - former.oom_kills) if former.oom_kills is not None and not former.ended else 0
 
 
 def oom_kills() -> int:

@@ -58,8 +58,6 @@ class Attachment:
         path: of its pin.
         attach_type: BPF_ of enum bpf_attach_type.
         target: the index of the interface, or the directory of the cgroup.
-        program: the name of the program, for messages.
-        interface: the name of the interface, for messages.
         flags: of the link.
 
     Attributes:

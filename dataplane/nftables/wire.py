@@ -256,13 +256,7 @@ def missing(table: str, sets: Mapping[str, Set], work: Iterable[op.Work]) -> str
 
     Each family's operations are one transaction that deletes the table again: nothing of it ever takes effect.
 
-    Args:
-        table: its name.
-        sets: those that the operations write to.
-        work: the operations.
-
-    Returns:
-        What is missing on this node and what to do about it; None: nothing is.
+    Returns what is missing on this node and what to do about it; None: nothing is.
     """
     try:
         with contextlib.closing(Kernel(table, sets)) as kernel:

@@ -901,6 +901,32 @@ def test_of_a_service_without_such_a_port_the_finding_says_what_the_number_is() 
     assert service(asked)[2][0].text == "shop/web has no port '81'; its ports are http (x)"
 
 
+def test_an_address_that_a_deleted_service_had_is_known() -> None:
+    row = ChangeRow(
+        first=994.0, last=994.0, kind="service", service="shop/x", what=DELETED, gone={"ClusterIP 10.96.0.1": 1}
+    )
+    node = msgspec.structs.replace(WELL, changes=(row,))
+    nobody = Verdict("", "drop", "10.96.0.1 is in the service range, but it is no service's ClusterIP.")
+    packet = msgspec.structs.replace(PACKET, dst="10.96.0.1")
+    (told, *_) = service(facts(packet=packet, verdicts=(nobody,), ports=()), node)[2]
+    assert told.text.endswith("ClusterIP; it was the ClusterIP of shop/x, deleted 6s ago")
+
+
+def test_an_endpoint_that_became_ready_once_does_not_flap() -> None:
+    row = ChangeRow(
+        first=900.0,
+        last=990.0,
+        kind="endpoints",
+        service="shop/web",
+        ready={"10.0.0.1": 8, "10.0.0.4": 1},
+        count=9,
+        flapping=True,
+    )
+    (told,) = (f for f in node_findings(msgspec.structs.replace(WELL, changes=(row,))) if f.cause == "flapping")
+    assert "10.0.0.1 (8 x)" in told.text
+    assert "10.0.0.4" not in told.text
+
+
 def test_a_change_is_told_in_eighty_characters() -> None:
     row = ChangeRow(first=900.0, last=990.0, kind="NAT", service="shop/web", what="gone: " + "x" * 400)
     (told,) = (

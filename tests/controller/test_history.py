@@ -182,7 +182,7 @@ def test_of_endpoints_in_one_row_the_newest_comes_first():
     """Who is there in the end: one is replaced by another, and put back."""
     ways = [("gone", B), ("ready", C), ("gone", C), ("ready", B)]
     rows = [ChangeRow(first=at, last=at, kind="endpoints", **{way: {pod: 1}}) for at, (way, pod) in enumerate(ways)]
-    assert [row.text for row in folded(rows)] == [f"removed: {C}, {B}", f"ready: {B}, {C}"]
+    assert [row.text for row in folded(rows)] == [f"removed: {C}, {B}", f"ready: {B}; before that {C}, gone by now"]
 
 
 def test_what_goes_on_for_hours_is_no_single_row() -> None:
@@ -215,6 +215,39 @@ def test_an_unknown_name_is_answered_with_the_last_change_of_its_service(tmp_pat
     told = str(why_unknown(path, UnknownName("service", "shop/own", [])))
     assert re.fullmatch(r'no service "shop/own"; its last change was \ds ago: not served now', told)
     assert str(why_unknown(path, UnknownName("service", "shop/wbe", [NAME]))).endswith(f"did you mean {NAME}?")
+
+
+def replaced_one(path: Path, *, at_once: bool) -> list[ChangeRow]:
+    """Endpoint B goes and comes back, and then A goes: all in one second of the agent, or apart."""
+    if not at_once:
+        ways = [("gone", B), ("ready", B), ("gone", A)]
+        return [ChangeRow(first=at, last=at, kind="endpoints", **{way: {pod: 1}}) for at, (way, pod) in enumerate(ways)]  # type: ignore[arg-type]
+    history, made = History(path), Shards[tuple[Entry, ...]]()
+    for number, ends in enumerate(((A, B), (A,), (A, B), (B,))):
+        made = made.replaced({NAME: entries(*ends)})
+        history.programmed(table(number + 1, made, frozenset({NAME})))
+    history.flush()
+    return read_changes(path)
+
+
+@pytest.mark.parametrize("at_once", [True, False])
+def test_the_last_row_of_an_endpoint_says_what_came_last(tmp_path: Path, at_once: bool) -> None:
+    rows = folded(replaced_one(tmp_path / "changes", at_once=at_once))
+    assert [row.text for row in rows] == [f"ready: {B}", f"removed: {A}; before that {B}, back by now"]
+    assert rows[-1].outdated == (B,)
+    assert folded(rows) == rows
+    at = rows[-1].last + 1
+    back = ChangeRow(first=at, last=at, kind="endpoints", service=rows[0].service, by=rows[0].by, ready={A: 1})
+    assert [row.text for row in folded([*rows, back])] == [f"removed: {A}, {B}", f"ready: {A}, {B}"]
+
+
+def test_the_addresses_of_a_deleted_service_are_remembered_with_it() -> None:
+    rows = change_of(NAME, entries(A, fronts=(NODE_PORT,)), (), NOW, "", (service(), None))
+    assert rows[-1].text == "Service deleted: ClusterIP 10.96.0.1, nodePort 30080"
+    assert rows[-1].count == 1
+    assert last_known("10.96.0.1", rows, NOW + 6) == f"; it was the ClusterIP of {NAME}, deleted 6s ago"
+    assert last_known("0.96.0.1", rows, NOW + 6) == ""
+    assert last_known(NAME, rows, NOW + 6) == "; it was deleted 6s ago"
 
 
 def toggles(times: int, seconds: float) -> Iterator[ChangeRow]:
@@ -432,7 +465,7 @@ def test_endpoints_that_did_not_serve_and_left_are_removed_and_a_deleted_service
     (row,) = change_of(NAME, idle, (replace(idle[0], present=()),), NOW, "")
     assert row.text == f"removed: {A}, {B}"
     old = Service("shop", "web", "ClusterIP", ("10.96.0.1",))
-    for new, what in ((None, "Service deleted"), (old, "not served now")):
+    for new, what in ((None, "Service deleted: ClusterIP 10.96.0.1"), (old, "not served now")):
         assert [each.text for each in change_of(NAME, entries(), (), NOW, "", (old, new))] == [what]
 
 

@@ -48,7 +48,7 @@ from hybrid_proxy.controller.commands.troubles import (
 )
 from hybrid_proxy.controller.semantics.entries import NO_PORT
 from hybrid_proxy.controller.semantics.explain import left_text
-from hybrid_proxy.controller.semantics.history import FOLD_SECONDS, ChangeRow, last_known
+from hybrid_proxy.controller.semantics.history import FLAPS, FOLD_SECONDS, ChangeRow, last_known
 from hybrid_proxy.controller.serving.protocol import AgentStatus, TablePort
 from hybrid_proxy.dataplane.firewall_rules import FIELDS, Rule, Taken, takes
 from hybrid_proxy.dataplane.mode import belongs
@@ -339,9 +339,10 @@ def _flapping(changes: Sequence[ChangeRow], now: float) -> Iterator[Finding]:
     for row in changes:
         if row.flapping and now - row.last < FLAPPING_SECONDS:
             over = now - row.last > FOLD_SECONDS  # another change would begin another row
+            flap = msgspec.structs.replace(row, ready={e: n for e, n in row.ready.items() if n >= FLAPS}, outdated=())
             text = (
                 f"endpoints of {row.service} {'flapped' if over else 'flap'}: {row.often.replace(' ', ' changes ', 1)},"
-                f" the last {ago(now - row.last)} ({row.description})"
+                f" the last {ago(now - row.last)} ({flap.description})"
             )
             todo = f"look at their readiness probe (kubectl describe pod); `hybrid-proxy changes {row.service}`"
             yield Finding("ok", "history", text) if over else Finding("warning", "history", text, todo, "flapping")
@@ -549,7 +550,8 @@ def _destination(facts: ServiceFacts, node: NodeFacts) -> list[Finding]:
     todo = "`hybrid-proxy services` lists the addresses and ports that are served"
     if verdict.rule == "backend":
         return [Finding("problem", "object", verdict.reason, f"`hybrid-proxy doctor {verdict.why}` tries it", cause)]
-    return [Finding("problem", "object", verdict.reason, todo, cause)]
+    was = last_known(facts.packet.dst, node.changes, node.now) if facts.packet else ""
+    return [Finding("problem", "object", f"{verdict.reason.rstrip('.' * bool(was))}{was}", todo, cause)]
 
 
 def _table(facts: ServiceFacts) -> Iterator[Finding]:
