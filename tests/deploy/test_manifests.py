@@ -196,6 +196,37 @@ def test_overlays_of_ones_own_are_outside_of_the_tree(tmp_path: Path) -> None:
     assert monitor["metadata"]["labels"]["release"] == "monitoring"
 
 
+HELM = "helm upgrade --install {} deploy/helm/hybrid-proxy -n kube-system -f ../site/values.yaml"
+
+
+@pytest.mark.parametrize(
+    ("typed", "kustomized", "charted"),
+    [
+        ("apply kubeadm", "kubectl apply -k ../site/kubeadm", HELM.format("hybrid-proxy")),
+        ("apply agents", "kubectl apply -k ../site/agents", HELM.format("hybrid-proxy")),
+        ("delete kubeadm", "kubectl delete -k ../site/kubeadm", "helm uninstall hybrid-proxy -n kube-system"),
+        ("apply census", "kubectl apply -k ../site/census", f"{HELM.format('hybrid-proxy-census')} --set phase=census"),
+        ("delete census", "kubectl delete -k ../site/census", "helm uninstall hybrid-proxy-census -n kube-system"),
+        ("remove census", "", ""),
+        ("apply", "", ""),
+    ],
+)
+def test_one_line_is_for_overlays_and_for_the_chart(typed: str, kustomized: str, charted: str, tmp_path: Path) -> None:
+    """In the tree's folder, from wherever it is typed."""
+    shutil.copytree(DEPLOY, tmp_path / "hybrid-proxy/deploy")
+    (tmp_path / "site").mkdir()
+    for name in ("kubectl", "helm"):
+        (tmp_path / name).write_text('#!/bin/sh\n[ -d deploy ] && echo "${0##*/} $*"\n')
+        (tmp_path / name).chmod(0o755)
+    for command in (kustomized, charted):
+        argv = ["sh", str(tmp_path / "hybrid-proxy/deploy/objects.sh"), *typed.split()]
+        environment = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+        done = subprocess.run(argv, cwd="/", env=environment, capture_output=True, text=True, check=False)
+        assert (done.returncode, done.stdout.strip()) == (0 if command else 2, command)
+        assert done.stderr.startswith(f"+ {command}\n" if command else "The objects of a step")
+        (tmp_path / "site/values.yaml").touch()
+
+
 PATCHES = [
     (path.parent.relative_to(DEPLOY).as_posix(), yaml.safe_load(patch["patch"]))
     for path in sorted(DEPLOY.rglob("kustomization.yaml"))
