@@ -70,7 +70,7 @@ def backend_columns(rows: Sequence[BackendRow]) -> tuple[Column[BackendRow], ...
         Column("PROTO", lambda row: row.protocol, leave=4),
         *_COUNTS,
         Column("CONVERSATIONS", lambda row: _number(row.conversations), leave=3, right=True, live=True),
-        Column("FAILURES", lambda row: _number(row.failures), leave=2, right=True),
+        Column("LAST FAILED", lambda row: _number(row.failures), leave=2, right=True),
         Column("STATE", lambda row: _backend_state(row)[0]),
         Column("REASON", lambda row: _backend_state(row)[1], leave=1, wrap=True),
         Column("SERVICE ID", lambda row: _number(row.service_id), wide=True, right=True),
