@@ -97,6 +97,23 @@ def closing(clinic: Clinic) -> Iterator[None]:
 
 
 @contextmanager
+def no_free_port(clinic: Clinic) -> Iterator[None]:
+    """A pod with one port for connections, which one to the Service has."""
+    ports = Path("/proc/sys/net/ipv4/ip_local_port_range")
+    with clinic.lab.inside("pod4"):
+        before = ports.read_text()
+        ports.write_text("40000 40000")
+    try:
+        with clinic.lab.socket("pod4") as held:
+            held.settimeout(bound(5))
+            held.connect((ADDRESSES[NAME], 80))
+            yield
+    finally:
+        with clinic.lab.inside("pod4"):
+            ports.write_text(before)
+
+
+@contextmanager
 def full_map(clinic: Clinic) -> Iterator[None]:
     """More service ports than the agent may program."""
     clinic.put("pod1", name=FIRST, ports=600)
@@ -1151,6 +1168,13 @@ INCIDENTS = [
         "firewall",
         certain=False,
         said="the firewall probably drops packets in OUTPUT",
+    ),
+    Incident(
+        "the client's pod has no free port",
+        no_free_port,
+        (NAME, "--from", "10.77.1.14"),
+        "client-pod",
+        said="10.77.1.14 has no free port",
     ),
     Incident(
         "the client's pod drops what it sends",

@@ -19,6 +19,7 @@ from hybrid_proxy.controller.commands.doctor.checks import (
 )
 from hybrid_proxy.controller.commands.doctor.connect import Attempt, Origin, Speech, repeats, speech_of
 from hybrid_proxy.controller.commands.doctor.facts import (
+    NO_FREE_PORT,
     Cause,
     Finding,
     NodeFacts,
@@ -149,6 +150,7 @@ DENIED = Verdict("", "drop", "", (), False, "shop/web:http", "source-ranges", "1
 AWAY = Verdict(
     "", "drop", "", (), False, "shop/web:http", "no-backend", "externalTrafficPolicy Local: no endpoint here"
 )
+DNAT = Verdict("", "dnat", "", service="shop/web:http")
 UNKNOWN = Verdict("", "reject", "10.96.0.1 is the ClusterIP of shop/web, and the service has no such port.")
 PACKET = Packet("", "1.1.1.1", "10.96.0.1", 80, "tcp")
 LIVE = ExplainAnswer(verdict="reject", backends=[], masquerade=False, service=None, reason="no backend", steps=[])
@@ -822,6 +824,22 @@ def test_what_is_only_remembered_is_never_the_cause(
     )
 
 
+def test_until_an_agent_has_programmed_something_another_mode_is_not_said_to_serve() -> None:
+    agent = agent_status(synced=False, starting="it waits", ready_seconds=None)
+    node = msgspec.structs.replace(WELL, agent=agent, programmed={"ebpf": 0, "iptables": 2})
+    good = {each.subject: each.text for each in node_findings(node) if each.mark == "ok"}
+    assert good["mode"] == "iptables serves, as the agent before this one left it"
+    assert "maps" not in good
+
+
+@pytest.mark.parametrize(("asked", "mark"), [({}, "warning"), ({"packet": PACKET, "verdicts": (DNAT,)}, "problem")])
+def test_a_client_without_a_free_port_is_a_problem_where_it_was_named(asked: dict[str, object], mark: str) -> None:
+    pod = msgspec.structs.replace(tried(VIP)[1], outcome="failed", detail=f"{NO_FREE_PORT}: so")
+    _, _, findings = service(facts(tried(A), tried(B), [pod], **asked))
+    assert [(each.mark, each.subject) for each in findings if each.cause == "client-pod"] == [(mark, "client")]
+    assert not [each.text for each in findings if "could not be tried" in each.text]
+
+
 @pytest.mark.parametrize(("ports", "mark"), [((port(A, B),), "warning"), ((), "problem")])
 def test_what_a_new_agent_reads_itself_is_not_said_to_be_the_former_ones(
     ports: tuple[TablePort, ...], mark: str
@@ -1426,6 +1444,7 @@ def test_of_rules_on_the_way_what_takes_packets_now_comes_first() -> None:
     node = msgspec.structs.replace(WELL, programmed={"nftables": 1})
     (found,) = (each for each in service(asked, node)[2] if "clients outside" in each.text)
     assert re.findall(r"counter (\w+(?: comment)?)", found.text) == ["drop comment", "reject", "drop"]
+    assert re.findall(r"counted \w+ packets?", found.text) == ["counted 1 packet"]
 
 
 @pytest.mark.parametrize(

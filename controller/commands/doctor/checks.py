@@ -15,6 +15,7 @@ from hybrid_proxy.controller.commands.doctor.facts import (
     ANSWERED,
     CAUSES,
     LOST,
+    NO_FREE_PORT,
     REACHED,
     UNANSWERED,
     WORST_FIRST,
@@ -85,7 +86,6 @@ STAYS: Final = "; the last good version serves, and edits since then are ignored
 FLAPPING_SECONDS: Final = 600.0  # after which the end of it is believed
 AT_ONCE: Final = ("backend-closes", "backend-unreachable")  # one attempt shows it for sure
 LOOK_INSIDE: Final = "look at the pod's log; a proxy in the pod may have no server behind it"
-OTHER_PROTOCOL: Final = "; where this port speaks another protocol, nothing is wrong"
 SLOW_SECONDS, SLOW_TIMES = 0.5, 10.0  # of an answer: at least, and as often as the others
 AGAIN: Final = f"ask again in a second, then {READ_LOG}"
 ITS_CLIENTS: Final = "a problem of its clients, not of this node"
@@ -222,6 +222,9 @@ def _agent_findings(agent: AgentStatus, facts: NodeFacts) -> Iterator[Finding]:
         "source": agent.source.description,
         "maps": "everything is programmed, and no map is nearly full",
     }
+    if agent.starting:
+        serving = " and ".join(mode for mode, count in facts.programmed.items() if count)
+        well = {"mode": f"{serving or 'none'} serves{AS_LEFT}", "source": agent.source.description}
     if _serving(facts) <= SEE_FAILURES:
         well["backends"] = "none is ejected"
     for subject, text in well.items():
@@ -366,7 +369,7 @@ def _recent_drops(facts: NodeFacts) -> Finding:
         todo = AS_ROOT if facts.denied else "`hybrid-proxy trace --drops` asks the kernel"
         return Finding("unknown", "drops", facts.events_unknown, todo)
     if not facts.events:
-        return Finding("ok", "drops", "none in the last minutes")
+        return Finding("ok", "drops", "none in the last minutes (`backends` counts failures of the node's own sockets)")
     text = f"in the last minutes, the last {ago(facts.now - facts.events[-1].time)}: {_by_reason(facts.events)}"
     return Finding("warning", "drops", text, "`hybrid-proxy drops` lists them", "drops")
 
@@ -778,9 +781,15 @@ def _connections(facts: ServiceFacts, node: NodeFacts) -> Iterator[Finding]:
         what = dict.fromkeys(f"{_end(each)} listens, but its queue of {full[each.end]} is full" for each in stuck)
         text = f"{some([*what], '; ')}: the program does not {'accept' if stuck[0].protocol == 'TCP' else 'read'}"
         yield Finding("problem", "connections", text, FAILURES["mute"][3], "backend-never-answers", hits=len(what))
+    portless = {each.source: each for each in facts.tried if each.detail.startswith(NO_FREE_PORT)}
     for each in facts.tried:
-        if each.outcome == "failed":
+        if each.outcome == "failed" and each.source not in portless:
             yield Finding("unknown", "connections", f"{_end(each)} could not be tried: {each.detail}")
+    for source, each in portless.items():
+        text = f"{each.place} {source} has {each.detail}, for a connection to {_end(each)}"
+        todo = "`ss -tan state time-wait` there: reuse connections, or widen net.ipv4.ip_local_port_range"
+        mark: Mark = "problem" if facts.packet or facts.verdicts else "warning"  # else another client asks
+        yield Finding(mark, "client", text, todo, "client-pod" if each.place == "pod" else "node-faults", hits=1)
     at = (socket_text(*at) for port in facts.ports for at in places(port, facts.table.node_ports_at))
     to = facts.asked.partition(" -> ")[2] or next(at, facts.ports[0].name)
     options = f"--from {facts.stranger} " * bool(facts.stranger) + f"--to {to}"
@@ -907,7 +916,9 @@ def _outside(facts: ServiceFacts, node: NodeFacts, to: str, options: str) -> Ite
                 found |= {rule: None for rule in there if _is_about(rule, one, facts)}
     who = facts.stranger or f"clients outside to {to}"
     if rules := sorted(met, key=lambda rule: _idle(rule, facts)):
+        now = -_idle(rules[0], facts)[0]
         text = f"on the way of {who} {_verb(rules, 'is', 'are')} {some(list(map(str, rules)), '; ')}"
+        text += f"; the first counted {several(now, 'packet')} just now" * (now > 0)
         todo = f"{_accept(rules[0])}; `hybrid-proxy trace {options}` shows what gets past it"
         yield Finding("warning", "firewall", text, todo, "firewall", certain=False)
     if facts.stranger and (spared := [str(rule) for rule in past if rule not in met]):
@@ -1185,7 +1196,7 @@ def _of_backends(direct: Sequence[Tried], facts: ServiceFacts, node: NodeFacts) 
                     text = text.replace("an answer", f"an answer to {each.sent}", 1)
                     alike = {one.port for one in facts.tried if (one.outcome, one.sent) == ("answered", each.sent)}
                     if mark == "problem" and alike.isdisjoint(one.port for one in worsts):
-                        todo, sure = todo + OTHER_PROTOCOL, False
+                        todo, sure = f"{todo}; where this port speaks another protocol, nothing is wrong", False
                 yield Finding(mark, "connections", f"{text}{stays}", todo, cause, sure, len(targets))
 
 

@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from typing import Final, NamedTuple
 
-from hybrid_proxy.controller.commands.doctor.facts import Outcome, Place, Tried
+from hybrid_proxy.controller.commands.doctor.facts import NO_FREE_PORT, Outcome, Place, Tried
 from hybrid_proxy.dataplane.kernel.namespaces import inside
 from hybrid_proxy.dataplane.table import Protocol, family_of, socket_text
 
@@ -38,6 +38,7 @@ REPEATS, REPEAT_SECONDS = 5, 0.9  # before the kernel repeats a SYN itself
 MOST_REPEATED: Final = 40
 _INFO: Final = struct.Struct("=B99xI")  # of struct tcp_info the state, and how many segments were sent again
 _ESTABLISHED: Final = 1
+IP_BIND_ADDRESS_NO_PORT: Final = 24  # include/uapi/linux/in.h, for IPv6, too
 _KIND: Final = {"TCP": socket.SOCK_STREAM, "UDP": socket.SOCK_DGRAM, "SCTP": socket.SOCK_STREAM}
 
 
@@ -153,6 +154,7 @@ def _open(attempt: Attempt) -> socket.socket | OSError:
     try:
         made = socket.socket(family, _KIND[attempt.protocol], protocol)
         if attempt.origin.named in attempt.origin.addresses:
+            made.setsockopt(socket.IPPROTO_IP, IP_BIND_ADDRESS_NO_PORT, 1)  # connect chooses it, as for any client
             made.bind((attempt.origin.named, 0))
     except OSError as error:
         return error
@@ -168,15 +170,17 @@ async def _together(opened: Sequence[tuple[Attempt, socket.socket | OSError]], s
 async def _timed(attempt: Attempt, made: socket.socket | OSError, seconds: float) -> Tried:
     began = time.monotonic()
     detail, resent, client_port = "", 0, 0
-    if isinstance(made, OSError):
-        outcome, detail = _OUTCOMES.get(made.errno, "failed"), made.strerror or str(made)
-    else:
+    try:
+        if isinstance(made, OSError):
+            raise made
         with made:
             try:
                 outcome = await _converse(attempt, made, seconds)
-            except OSError as error:
-                outcome, detail = _OUTCOMES.get(error.errno, "failed"), error.strerror or str(error)
-            resent, client_port = _info(made)[1], made.getsockname()[1]
+            finally:
+                resent, client_port = _info(made)[1], made.getsockname()[1]
+    except OSError as error:
+        ports = f"{NO_FREE_PORT}: " * (error.errno in (errno.EADDRINUSE, errno.EADDRNOTAVAIL))
+        outcome, detail = _OUTCOMES.get(error.errno, "failed"), ports + (error.strerror or str(error))
     return Tried(
         place=attempt.origin.place,
         source=attempt.origin.address(family_of(attempt.address)),

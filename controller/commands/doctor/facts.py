@@ -24,6 +24,7 @@ ANSWERED: tuple[Outcome, ...] = ("answered", "accepted")
 REACHED: tuple[Outcome, ...] = ("answered", "accepted", "mute", "stalled", "closed", "reset")
 UNANSWERED: tuple[Outcome, ...] = ("mute", "stalled")  # what was lost came after the handshake
 LOST: tuple[Outcome, ...] = ("silent", "unreachable", "failed")
+NO_FREE_PORT = "no free port"  # begins the detail of what failed because the client's are used up
 
 
 class Tried(msgspec.Struct, frozen=True):
@@ -41,7 +42,7 @@ class Tried(msgspec.Struct, frozen=True):
         outcome: What came of it.
         seconds: How long that took.
         detail: The kernel's words, where it failed.
-        sent: What was asked once it was accepted, such as `GET /`.
+        sent: What was asked, such as `GET /`.
     """
 
     place: Place
