@@ -237,10 +237,9 @@ def _endpoints(entries: tuple[Entry, ...]) -> tuple[set[str], set[str]]:
 
 def _conditions(entries: tuple[Entry, ...]) -> dict[str, str]:
     """What a table says of each endpoint, by name."""
-    return {
-        f"{each.address} of {entry.name}": f"port {each.port}, on {'this' if each.local else 'another'} node"
-        for entry in entries for each in entry.serving
-    }  # fmt: skip
+    ends = {f"{each.address} of {entry.name}": each for entry in entries for each in entry.serving}
+    ports = {f"port of {name}": str(each.port) for name, each in ends.items()}
+    return ports | {name: f"on {'this' if each.local else 'another'} node" for name, each in ends.items()}
 
 
 def _moved(before: tuple[Entry, ...], after: tuple[Entry, ...]) -> list[str]:

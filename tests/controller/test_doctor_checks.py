@@ -1257,6 +1257,34 @@ def test_how_the_service_answered_a_pod_is_told(
     (told_of,) = (each for each in service(found, node)[2] if each.subject == "service address")
     assert told_of.mark == ("warning" if said else "ok")
     assert told_of.text == f"{VIP} answers, from the node and from pod {source}{said}"
+    assert not said or f"trace --from {source} --to {VIP}`" in told_of.todo
+
+
+def test_the_client_that_is_told_of_is_the_one_whose_connection_was_slow() -> None:
+    slow, other = tried(VIP, pod=None), by("10.0.0.9", *tried(VIP))
+    slow = [msgspec.structs.replace(each, resent=1, seconds=1.02) for each in slow]
+    (told_of,) = (f for f in service(facts(tried(A), slow, other))[2] if f.subject == "service address")
+    assert f"trace --from {slow[0].source} --to" in told_of.todo
+
+
+def test_where_packets_are_lost_a_rule_in_the_pod_that_counts_nothing_is_named() -> None:
+    loses = msgspec.structs.replace(rule("input", "numgen random mod 2 0 drop"), pod=("10.0.0.1",))
+    found = facts(tried(A), tried(B), repeated=syns(A, "accepted", "silent", "accepted"), rules=(loses,))
+    (told_of,) = (each for each in service(found)[2] if each.cause == "lossy")
+    assert f"; the firewall of pod 10.0.0.1 has {loses}, which may drop them" in told_of.text
+    assert told_of.todo.startswith("accept this pod's connections before this rule; else look at the link")
+
+
+def test_what_one_edit_changed_is_told_once() -> None:
+    rows = [
+        ChangeRow(
+            first=990.0, last=990.0, kind="endpoints", service="shop/web", what=f"10.0.0.{n} of shop/web:http moved"
+        )
+        for n in (1, 2, 3)
+    ]
+    findings = service(facts(*GOOD), msgspec.structs.replace(WELL, changes=tuple(rows)))[2]
+    (told_of,) = (each.text for each in findings if each.subject == "history")
+    assert told_of == "10s ago: 10.0.0.3 of shop/web:http moved (and 2 more)"
 
 
 @pytest.mark.parametrize(

@@ -54,7 +54,7 @@ ETH0 = {"eth0": True}
 NAME, NOW = "shop/web", 1_800_000_000.0
 A, B, C = "10.0.0.1", "10.0.0.2", "10.0.0.3"
 FLUSHES = 3 * LARGEST // 20_000
-HERE, THERE = (f"port 8080, on {node} node" for node in ("this", "another"))
+HERE, THERE = (f"on {node} node" for node in ("this", "another"))
 NODE_PORT = Frontend(Kind.NODE_PORT, None, 30080, 0, 0)
 
 

@@ -420,8 +420,14 @@ def _history(facts: ServiceFacts, node: NodeFacts) -> Iterator[Finding]:
     flapping = list(_flapping(own, node.now))
     yield from flapping
     if own and not flapping:
-        newest = [f"{ago(node.now - row.last)}: {shortened(row.text, 80)}" for row in own[: -1 - NEWEST : -1]]
-        newest += [f"{len(own) - NEWEST} more: `hybrid-proxy changes {min(names)}`"] * (len(own) > NEWEST)
+        texts: dict[str, list[str]] = {}  # an edit may have several
+        for row in own[::-1]:
+            texts.setdefault(ago(node.now - row.last), []).append(row.text)
+        newest = [
+            f"{at}: {shortened(first, 80)}{f' (and {len(more)} more)' * bool(more)}"
+            for at, (first, *more) in texts.items()
+        ][:NEWEST]
+        newest += [f"{len(texts) - NEWEST} more: `hybrid-proxy changes {min(names)}`"] * (len(texts) > NEWEST)
         yield Finding("ok", "history", "; ".join(newest))
 
 
@@ -878,7 +884,8 @@ def _connections(facts: ServiceFacts, node: NodeFacts) -> Iterator[Finding]:
         alone = cut & {_host(each) for each in direct_of} if not _relays(node) else set[str]()
         how |= {each.source: "was answered by itself alone" for each in through if each.source in alone}
         but = "".join(f", but {source} {way}" for source, way in how.items())
-        todo = f"`hybrid-proxy trace {_packets(through[-1])}` follows a connection of this client"
+        one = next((each for each in through if each.source in how), through[-1])
+        todo = f"`hybrid-proxy trace {_packets(one)}` follows a connection of this client"
         yield Finding("warning" if how else "ok", "service address", words + but, todo, "service-path" if how else "")
 
 
@@ -969,6 +976,9 @@ def _of_losses(facts: ServiceFacts, node: NodeFacts, syns: Sequence[Tried]) -> F
     link = next((each for each in facts.links if _host(syns[0]) in each.addresses), None)
     of, enter = (f" show dev {link.interface}", f"nsenter --net={link.path} ") if link else ("", "")
     todo = f"look at the link (`tc -s qdisc{of}`, `ip -s link{of}`), and at the pod's queue (`{enter}ss -ltn`)"
+    if not rule and (may := _without_counter(facts, node, syns)[:1]):
+        text += f"; {_firewall(may[0])} has {may[0]}, which may drop them"
+        todo = f"{_accept(may[0])}; else {todo}"
     hits = len({each.end for each in syns if each.via == "backend"})
     return Finding("problem", "connections", text, _accept(rule) if rule else todo, "lossy", hits=hits)
 

@@ -178,7 +178,8 @@ def _way_back(
     for client in clients:
         own = next((each for each in pod.addresses if family_of(each) == family_of(client)), "")
         if (hop := links.next_hop(client, own)) is None:
-            look = f"`{enter} ip route` lists its routes, `ip rule` its rules: compare those of another pod"
+            ip = "ip -6" if family_of(client) == 6 else "ip"
+            look = f"`{enter} {ip} route` lists its routes, `{ip} rule` its rules: compare those of another pod"
             return f"no route in its pod leads to {client}", look
         via, name = hop.gateway or client, links.interface_name(hop.index)
         mac, state = near.get((hop.index, via), (b"", 0))
