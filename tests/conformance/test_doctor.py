@@ -433,17 +433,17 @@ def rule(way: str, pod: str = "pod2", place: str = "node") -> Provoke:
     return provoke
 
 
-def no_default(pod: str) -> Provoke:
+def no_default(pod: str, family: str = "-4") -> Provoke:
     """A pod has lost its default route."""
 
     @contextmanager
     def provoke(clinic: Clinic) -> Iterator[None]:
-        before = clinic.lab.run(pod, ["ip", "route", "show", "default"]).stdout.split()
-        clinic.run(pod, "ip", "route", "del", *before)
+        before = clinic.lab.run(pod, ["ip", family, "route", "show", "default"]).stdout.split()
+        clinic.run(pod, "ip", family, "route", "del", *before)
         try:
             yield
         finally:
-            clinic.run(pod, "ip", "route", "add", *before)
+            clinic.run(pod, "ip", family, "route", "add", *before)
 
     return provoke
 
@@ -2025,6 +2025,15 @@ def test_a_link_without_ipv6_is_told_with_the_setting(clinic: Clinic) -> None:
     assert (code, found.cause) == (1, "endpoint-route"), found
     assert f"net.ipv6.conf.{link}.disable_ipv6 is 1" in found.verdict, found
     assert any(f"sysctl -w net.ipv6.conf.{link}.disable_ipv6=0" in each.todo for each in found.findings), found
+
+
+@only_in("ebpf")
+def test_a_pod_that_lost_its_ipv6_route_is_told_with_the_command_of_that_family(clinic: Clinic) -> None:
+    recovered(clinic)
+    with dual_stack(clinic, "pod2"), no_default("pod2", "-6")(clinic):
+        code, found = clinic.doctor(NAME)
+    assert (code, found.cause) == (1, "endpoint-route"), found
+    assert any(" ip -6 route` lists its routes, `ip -6 rule` " in each.todo for each in found.findings), found
 
 
 SETS = """table inet somebody {{
