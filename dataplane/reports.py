@@ -213,6 +213,7 @@ class FlowRow(msgspec.Struct, kw_only=True):
         direct: Whether the backend's node answers the client directly (DSR).
         fast_path: Whether its packets bypass the host's network stack.
         idle: Seconds since its last packet, rounded; for conntrack from the remaining timeout.
+        gone: Whether that is none of the service's backends now: removed, or not ready.
     """
 
     mode: str = ""
@@ -227,6 +228,7 @@ class FlowRow(msgspec.Struct, kw_only=True):
     direct: bool | None = None
     fast_path: bool | None = None
     idle: int | None = None
+    gone: bool | None = None
 
 
 class PacketEvent(msgspec.Struct, kw_only=True):

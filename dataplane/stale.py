@@ -31,9 +31,6 @@ class Judge:
     """The rules for datagrams of some services, between two tables.
 
     Args:
-        before: what was programmed until now.
-        after: as it was just programmed.
-        names: the services that changed; all of them at the first sync.
         relays: called once, and only if an entry is about to be deleted: the places of our relay on this node that
             receive datagrams; answers from there are no sign of age.
         former: frontends that a former process had programmed.

@@ -127,8 +127,12 @@ def _flows(here: Programmed, args: argparse.Namespace) -> _Found:
     notes = [f"{args.limit} of {total} flows; --limit shows more"] if total > args.limit else []
     if closed := sum(row.state == "closed" for row in rows[: args.limit]):
         notes.append(f"{closed} of these {'is' if closed == 1 else 'are'} closed, and listed last until forgotten")
-    _name_relay(here, rows[: args.limit])
-    return _Found(rows[: args.limit], listings.flow_columns(rows), notes)
+    rows = rows[: args.limit]
+    there = {(row.service, row.address) for row in (*here.backends(), *(here.agent.ejections if here.agent else ()))}
+    for row in rows:
+        row.gone = bool(row.backend and row.state != "closed") and (row.service, row.backend) not in there
+    _name_relay(here, rows)
+    return _Found(rows, listings.flow_columns(rows), notes)
 
 
 def _name_relay(here: Programmed, rows: Sequence[FlowRow]) -> None:

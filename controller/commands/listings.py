@@ -85,7 +85,7 @@ def flow_columns(rows: Sequence[FlowRow]) -> tuple[Column[FlowRow], ...]:
         Column("SERVICE", lambda row: row.service),
         Column("CLIENT", lambda row: row.client),
         Column("FRONTEND", lambda row: row.frontend, leave=3),
-        Column("BACKEND", lambda row: row.backend),
+        Column("BACKEND", lambda row: Cell(f"{row.backend}, no backend now", Tone.WARN) if row.gone else row.backend),
         Column("PROTO", lambda row: row.protocol, leave=2),
         Column("STATE", lambda row: Cell(row.state, Tone.DIM if row.state == "closed" else Tone.PLAIN)),
         Column("IDLE", lambda row: None if row.idle is None else age(row.idle), leave=1, right=True, live=True),

@@ -60,12 +60,9 @@ def find(name: str) -> Algorithm | None:
 
 
 def ring_of(algorithm: Algorithm, backends: Sequence[Backend], limit: int) -> list[int]:
-    """Fills a ring. Returns positions in `backends`, each of which occurs at least once.
+    """Fills a ring. Returns positions in `backends`, each at least once; all have a weight of 1 or more.
 
-    Args:
-        algorithm: fills it.
-        backends: those of one route, in any order; all with a weight of 1 or more.
-        limit: places that the ring may have; it has more only where there are more backends. 0: one for each.
+    The `limit` is how many places the ring may have; it has more only where there are more backends. 0: one for each.
     """
     if len(backends) < 2 or not limit:
         return list(range(len(backends)))

@@ -540,14 +540,7 @@ CONTEXT = {"mark": 8, "ingress_ifindex": 36, "ifindex": 40, "gso_segs": 164, "gs
 def run_on_packet(
     program: int, packet: bytes, *, repeat: int = 1, room: int = 512, **context: int
 ) -> tuple[int, bytes, int]:
-    """Run a program on a packet without attaching it.
-
-    Args:
-        program: file descriptor.
-        packet: starts with the Ethernet header.
-        repeat: runs; the duration is their mean.
-        room: bytes that the packet may grow by.
-        context: of `CONTEXT`, where not 0.
+    """Run a program on a packet, which may grow by `room` bytes; the duration is the mean of all runs.
 
     Returns:
         The program's return value (unsigned 32 bit), the packet afterwards, nanoseconds for one run.

@@ -124,7 +124,6 @@ class PinDirectory:
     """A directory of pins.
 
     Args:
-        path: of the directory.
         lock: the descriptor that locks it, if anything does.
         what: the directory's name in the message of an agent that finds it locked.
     """
@@ -174,11 +173,6 @@ class PinDirectory:
 
 class Repairs:
     """Checks the parts of a datapath, and repairs what is damaged.
-
-    Args:
-        directory: of all pins of these parts.
-        parts: in the order of repair.
-        repaired: where repairs are counted.
 
     Attributes:
         unrepaired: a message for each object that could not be repaired; the next `run` tries again.

@@ -188,6 +188,18 @@ def test_a_killed_agent_forgets_nothing(bench: Bench, mode: str) -> None:
         eventually(lambda: refused_ports(bench, web) == {4444, 4445}, 5, "the next agent does not know them")
 
 
+def test_a_flow_to_a_backend_that_was_removed_is_marked(bench: Bench) -> None:
+    web = bench.service("pod2")
+    name = f"conformance/{web.name}"
+    with bench.stream("pod1", web.vip(V4), V4).connection:
+        before = [row["gone"] for row in said(bench, "flows", name) if row["state"] == "established"]
+        web.write(bench.lab["pod3"])
+        bench.settle(web, {"pod3"}, V4)
+        rows = [row for row in said(bench, "flows", name) if row["state"] == "established"]
+    assert before == [False]
+    assert {row["gone"] for row in rows if row["backend"].startswith(bench.lab["pod2"].address4)} == {True}
+
+
 @pytest.mark.row("6.7", "SIGTERM leaves the dataplane in place")
 def test_sigterm_leaves_the_dataplane_working(bench: Bench) -> None:
     web = bench.service("pod2", "pod3")
