@@ -1502,6 +1502,16 @@ def test_the_status_tells_at_once_that_a_default_route_is_gone(clinic: Clinic) -
     assert [each.cause for each in found.findings].count("address-lost") == 1, found
 
 
+def test_a_pods_route_that_is_gone_is_told_of_the_node_with_the_command(clinic: Clinic) -> None:
+    recovered(clinic)
+    end, link = clinic.lab["pod2"].address4, clinic.lab["pod2"].interface
+    with route("")(clinic):
+        clinic.written(lambda row: f"route to {end} by {link} removed" in row.what)
+        (found,) = (each for each in clinic.doctor()[1].findings if each.cause == "endpoint-route")
+        assert (found.mark, f"`ip route replace {end} dev {link}`" in found.todo) == ("warning", True), found
+    assert "endpoint-route" not in {each.cause for each in clinic.doctor()[1].findings}, "it is back"
+
+
 @contextmanager
 def dual_stack(clinic: Clinic, pod: str, address: str = ADDRESSES[NAME]) -> Iterator[None]:
     """The Service has an IPv6 address, too, with an endpoint in that pod."""

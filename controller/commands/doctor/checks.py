@@ -173,6 +173,9 @@ def node_findings(facts: NodeFacts) -> Iterator[Finding]:
     found = [(one, text) for one in other_proxies(facts.other_proxies, agent) for text in one.details]
     yield from [Finding(one.mark, one.subject, text, one.todo, one.cause) for one, text in found] or [none]
     yield from _forwarding(facts)
+    for each in facts.lost_routes:
+        text = f"this node lost its route to {each.split()[3]}, and {each.split()[-1]}, by which it led, is up"
+        yield Finding("warning", "routes", text, f"`{each}`; the CNI plugin's log may say why", "endpoint-route")
     yield from _closed(facts)
     yield from _away(facts)
     yield _reverse_path(facts)

@@ -38,7 +38,6 @@ REPEATS, REPEAT_SECONDS = 5, 0.9  # before the kernel repeats a SYN itself
 MOST_REPEATED: Final = 40
 _INFO: Final = struct.Struct("=B99xI")  # of struct tcp_info the state, and how many segments were sent again
 _ESTABLISHED: Final = 1
-IP_BIND_ADDRESS_NO_PORT: Final = 24  # include/uapi/linux/in.h, for IPv6, too
 _KIND: Final = {"TCP": socket.SOCK_STREAM, "UDP": socket.SOCK_DGRAM, "SCTP": socket.SOCK_STREAM}
 
 
@@ -92,13 +91,11 @@ def speech_of(port_name: str, port: int, protocol: str, *, path: str | None = No
         return Speech()
     if path is not None or word in ("http", "web", "metrics"):
         return _http(path or "/", host)
-    if word in ("https", "tls"):
-        return Speech(_client_hello(host), waits=True, name="a TLS ClientHello")
     if word in ("grpc", "h2c", "http2"):
         return Speech(HTTP2, waits=True, name="an HTTP/2 preface")
     if word in GREETING:
         return Speech(waits=True)
-    if port in TLS_PORTS:
+    if word in ("https", "tls") or port in TLS_PORTS:
         return Speech(_client_hello(host), waits=True, name="a TLS ClientHello")
     return _http("/", host) if port in HTTP_PORTS else Speech()
 
@@ -154,7 +151,7 @@ def _open(attempt: Attempt) -> socket.socket | OSError:
     try:
         made = socket.socket(family, _KIND[attempt.protocol], protocol)
         if attempt.origin.named in attempt.origin.addresses:
-            made.setsockopt(socket.IPPROTO_IP, IP_BIND_ADDRESS_NO_PORT, 1)  # connect chooses it, as for any client
+            made.setsockopt(socket.IPPROTO_IP, 24, 1)  # IP_BIND_ADDRESS_NO_PORT: connect chooses it, as for clients
             made.bind((attempt.origin.named, 0))
     except OSError as error:
         return error

@@ -110,6 +110,7 @@ class NodeFacts(msgspec.Struct, kw_only=True, frozen=True):
     changes: tuple[ChangeRow, ...] = ()  # of the last hour, the oldest first
     held: frozenset[str] = frozenset()  # the commands that add what addresses and routes there are
     missing: tuple[str, ...] = ()  # commands for addresses and routes that it had in that hour, or has otherwise now
+    lost_routes: tuple[str, ...] = ()  # commands for those to pods whose links are up
     cut: tuple[str, ...] = ()  # interfaces that are down, by which these were
     events_unknown: str = ""  # why they could not be read
 

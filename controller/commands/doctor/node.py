@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -59,6 +60,9 @@ def at_node(asked: Agent, cgroup: str | None) -> Node:
     )  # fmt: skip
     lost_by = {each.split()[-1] for each in missing} | {row.what.partition(CUT)[0] for row in changes}
     families = {4, *(6 for row in rows for text in row.frontends if text.startswith("["))}
+    hosts = {each.name: each.hosts for each in interfaces.interfaces if each.peer_elsewhere and each.up}
+    led = {pair for row in changes for pair in re.findall(r"route to (\S+) by (\S+) removed", row.what)}
+    lost = sorted((to, by) for to, by in led if by in hosts and not any(to in each for each in hosts.values()))
     routed = (each for each in interfaces.interfaces if each.peer_elsewhere or each.default_route)
     ways = [each.name for each in routed if not each.master]
     pods, views = namespaces.pods() if agent and agent.down else (), here.views if here else ()
@@ -91,6 +95,7 @@ def at_node(asked: Agent, cgroup: str | None) -> Node:
         changes=tuple(changes),
         held=interfaces.held,
         missing=missing,
+        lost_routes=tuple(f"ip route replace {to} dev {by}" for to, by in lost),
         cut=tuple(each.name for each in interfaces.interfaces if not each.up and each.name in lost_by),
         own_failures=frozenset(each for each, by_doctor in failed if by_doctor and (each, False) not in failed),
         events=recent(row for row in events or () if not row.by_doctor),
