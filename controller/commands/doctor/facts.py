@@ -42,7 +42,7 @@ class Tried(msgspec.Struct, frozen=True):
         outcome: What came of it.
         seconds: How long that took.
         detail: The kernel's words, where it failed.
-        sent: What was asked, such as `GET /`.
+        sent: What was asked: `GET /`.
     """
 
     place: Place
