@@ -6,6 +6,7 @@ With `--live` the agent and the program in the kernel answer instead: `controlle
 from __future__ import annotations
 
 import argparse
+import os
 import re
 import sys
 from collections.abc import Callable, Iterable
@@ -44,6 +45,10 @@ def show(args: argparse.Namespace) -> int:
         raise ConfigError("which packets? use --from and --to for one, or --flows for many")
     if not args.flows and not (args.source and args.target):
         raise ConfigError("--from and --to belong together: a packet has a source and a destination")
+    if not args.manifests:
+        from hybrid_proxy.controller.serving.admin import socket_path
+
+        args.live = args.live or os.access(socket_path(args.admin_socket), os.F_OK)
     if not 0 <= args.source_port <= 65535 or (args.source_port and not args.live):
         raise ConfigError(
             "--source-port: must be a port (1 to 65535), and needs --live, since the rules do not depend on it"

@@ -122,9 +122,7 @@ class Kubernetes:
         proxy_name: Services with this value of the label `PROXY_NAME` are read, None: those without it.
         kubeconfig: path; None without `master` means the pod's own service account.
         master: address of the API server, instead of the configured one.
-        rate_limit: of requests.
         page_size: objects in one answer of a list; bounds the memory that a list needs.
-        policy: time-outs and pauses.
         streams: a list is first asked for as the beginning of a stream, and by pages where that is refused.
     """
 

@@ -68,7 +68,6 @@ class StatusError(Exception):
     Args:
         code: HTTP status, or the code of a Status object inside a stream.
         reason: the API's word for it (`Expired`, `Forbidden`), may be empty.
-        message: the server's own.
         retry_after: seconds that the server wants us to wait, None when it did not say.
     """
 

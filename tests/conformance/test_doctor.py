@@ -1443,6 +1443,8 @@ def test_of_an_address_that_no_service_has_doctor_tells_whose_it_is(clinic: Clin
         assert clinic.doctor(asked)[0] == 0
         (row,) = json.loads(clinic.agent.command("services", asked, "-o", "json").stdout)
         assert row["name"] == f"{NAME}:http"
+    explained = clinic.agent.command("explain", "--from", other, "--to", f"{NAME}:80")  # the agent is there: --live
+    assert (explained.returncode, f"{NAME}:http" in explained.stdout) == (0, True), explained.stderr
     assert f"({HTTP} is its targetPort)" in clinic.agent.command("services", f"{NAME}:{HTTP}").stderr
 
 
