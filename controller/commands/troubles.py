@@ -106,7 +106,8 @@ def troubles(status: AgentStatus, *, serves: bool = False, answered: Collection[
     if known.waiting:  # status names them with the file
         said = [f"{', '.join(known.waiting)} wait for the next start: restart the agent"]
         found.append(Trouble("configuration", "configuration", verdict=Verdict.OK, mark="warning", said=said))
-    if empty := list(dict.fromkeys(lack.service for lack in status.without_backend if lack.clients == "all")):
+    lacks = [(lack.service, lack.family) for lack in status.without_backend if lack.clients == "all"]
+    if empty := [name + " (IPv6)" * ((name, 4) not in lacks) for name in dict(lacks)]:
         text = f"{several(len(empty), 'service port')} without a backend: {some(empty)} (`{_ask_doctor(empty[0])}`)"
         found.append(_note("endpoints", [text], "empty-services")._replace(label=EMPTY, mark=EMPTY))
     here = {"", status.mode.effective, *(left.mode for left in status.draining)}
@@ -260,9 +261,8 @@ def _full(status: AgentStatus) -> Iterator[Trouble]:
     if plane.ebpf:
         growing = plane.ebpf.maps.items()
         rows |= {name: Fill(row.used, row.bound) for name, row in growing if row.used is not None and row.bound}
-    told = " ".join(one.reason for one in plane.unprogrammed)
     for name, row in rows.items():
-        if not (flag := SETTINGS.get(name, f"--max-{name}" if plane.ebpf else "")) or flag not in told:
+        if not (flag := SETTINGS.get(name, f"--max-{name}" * bool(plane.ebpf))) or flag not in str(plane.unprogrammed):
             todo = raise_it([flag]) if flag else "raise LimitNOFILE" if name == "files" else "another mode has room"
             yield from fill_trouble("maps", "map-full", name, row, todo)
     if status.conntrack:

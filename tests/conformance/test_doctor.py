@@ -1530,6 +1530,18 @@ def dual_stack(clinic: Clinic, pod: str, address: str = ADDRESSES[NAME]) -> Iter
         clinic.api.delete("endpointslices", f"{NAME}-6")
 
 
+def test_of_a_service_that_lacks_ipv6_endpoints_alone_the_family_is_told(clinic: Clinic) -> None:
+    recovered(clinic)
+    with dual_stack(clinic, "pod1"):
+        pass  # its IPv6 endpoint goes, the address stays
+    try:
+        clinic.agent.wait(lambda status: [lack.family for lack in status.without_backend] == [6] and status.synced)
+        (found,) = (each for each in clinic.doctor()[1].findings if each.cause == "empty-services")
+    finally:
+        clinic.put(*PODS)
+    assert f"1 service port without a backend: {NAME}:http (IPv6)" in found.text
+
+
 @only_in("ebpf")
 @pytest.mark.parametrize(("address", "said"), [(SHARED, f"belongs to {FIRST}"), ("10.96.0.300", "clusterIPs[0]")])
 def test_a_cluster_ip_that_is_not_served_is_an_outage_of_its_family(clinic: Clinic, address: str, said: str) -> None:

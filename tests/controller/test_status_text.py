@@ -119,6 +119,12 @@ def text(status: AgentStatus, width: int = 80, *, wide: bool = False) -> str:
     return "\n".join(lines(status, Screen(width), NOW, wide=wide)) + "\n"
 
 
+def test_of_a_service_port_that_lacks_backends_of_ipv6_alone_the_family_is_told() -> None:
+    lacks = [Lack(f"a/{name}:http", family, "all", "so") for name, family in (("x", 6), ("y", 6), ("y", 4), ("z", 4))]
+    shown = text(agent_status(without_backend=lacks), 200)
+    assert "3 service ports without a backend: a/x:http (IPv6), a/y:http, a/z:http (`hybrid-proxy doctor a/x`)" in shown
+
+
 @pytest.mark.parametrize("name", STATUS)
 def test_a_status_looks_as_its_screen(name: str) -> None:
     assert text(STATUS[name]) == (SCREENS / f"status-{name}.txt").read_text()

@@ -1223,8 +1223,7 @@ def _unanswered_ports(worst: Sequence[Tried], facts: ServiceFacts) -> set[tuple[
     all_of, through = Counter(map(_way, worst)), [each for each in facts.tried if each.via == "service"]
     ended = Counter(_way(each) for each in worst if each.outcome in ("closed", "reset"))
     served = {_way(each) for each in through if each.outcome not in ("closed", "reset")}
-    tried = set(map(_way, through))
-    return {way for way, count in ended.items() if 2 * count > all_of[way] or way in tried - served}
+    return {way for way, count in ended.items() if 2 * count > all_of[way] or way in {*map(_way, through)} - served}
 
 
 def _slow(direct: Sequence[Tried]) -> Iterator[Finding]:

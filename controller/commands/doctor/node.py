@@ -67,6 +67,8 @@ def at_node(asked: Agent, cgroup: str | None) -> Node:
     ways = [each.name for each in routed if not each.master]
     pods, views = namespaces.pods() if agent and agent.down else (), here.views if here else ()
     memory = recall(memory_path(asked.admin_socket)) if error else None
+    lacking = (row for row in rows if not row.backends and row.frontends)
+    idle = [(row.name or row.frontends[0], row.frontends[0].startswith("[")) for row in lacking]
     facts = NodeFacts(
         now=time.time(),
         agent=agent,
@@ -88,7 +90,7 @@ def at_node(asked: Agent, cgroup: str | None) -> Node:
         conntrack_user=(
             conntrack.largest_user(interfaces.addresses) if table and table.used >= NEARLY_FULL * table.limit else ""
         ),
-        empty=tuple(sorted({row.name or row.frontends[0] for row in rows if not row.backends and row.frontends})),
+        empty=tuple(sorted(name + " (IPv6)" * ((name, False) not in idle) for name in dict(idle))),
         ejections=tuple(here.agent.ejections) if here and here.agent else (),
         down=_read(lambda: tuple(link_of(pod, (), interfaces) for pod in pods if pod.down))[0] or (),
         beside=_read(lambda: tuple(text for _, view in views for text in view.shared_hooks(cgroup)))[0] or (),
