@@ -42,7 +42,7 @@ from hybrid_proxy.dataplane.table import EMPTY, ServiceTable
 
 log = logging.getLogger(__name__)
 
-MOST_ROWS: Final = 100  # in one write; of what comes beyond it, only the number is kept
+MOST_ROWS: Final = 100  # keys in one write; of what comes beyond it, only the number is kept
 LARGEST: Final = 512 << 10  # bytes of the file, beyond which it is folded
 LONGEST: Final = 500  # characters of a text
 KEPT: Final = 400  # rows that are left then, of endpoints and Services; and as many of everything else
@@ -65,7 +65,7 @@ class History:
         self._zone = ""  # of this node
         self._path = path
         self._table = EMPTY  # that was programmed last
-        self._rows: list[ChangeRow] = []
+        self._rows, self._keys = list[ChangeRow](), set[tuple[str | bool, ...]]()  # since the last write
         self._mode = ""  # that has programmed a table
         self._source: SourceState | None = None
         self._problems: Mapping[tuple[str, str], Problem] = {}
@@ -171,7 +171,7 @@ class History:
         left = {owner for _, owner in before.left_to_node.items() ^ table.left_to_node.items()}
         names = changed_services(before, table) | objects.keys()
         for number, name in enumerate(names):
-            if len(self._rows) >= MOST_ROWS:
+            if len(self._keys) >= MOST_ROWS:
                 by = word or "objects of the cluster"
                 self._add(ChangeRow(first=now, last=now, kind="service", what=OTHERS, by=by, count=len(names) - number))
                 break
@@ -230,7 +230,7 @@ class History:
         if not self._rows:
             return
         text = _lines(folded(self._rows))
-        self._rows.clear()
+        self._rows, self._keys = [], set()
         try:
             if append(self._path, text) > LARGEST:
                 self._shorten()
@@ -242,7 +242,8 @@ class History:
 
     def _add(self, row: ChangeRow) -> None:
         self._rows.append(row)
-        if len(self._rows) >= MOST_ROWS:
+        self._keys.add(row.key)
+        if len(self._rows) == 2 * MOST_ROWS:  # the more rows, the longer changes would wait for the next write
             self._rows = folded(self._rows)
 
     def _shorten(self) -> None:

@@ -149,10 +149,8 @@ def how_it_ended(path: Path, memory: Memory) -> Gone:
     except OSError:
         last = memory.started
     why = "it was killed, or crashed: it left no last words"
-    killed = (
-        oom_kills() - memory.oom_kills if memory.oom_kills is not None else 0
-    )  # of this machine, since its last record
-    if killed > 0:
+    killed = 0 if memory.oom_kills is None else oom_kills() - memory.oom_kills
+    if killed > 0:  # processes of this machine, since its last record
         count = several(killed, "process", "processes")
         why += f"; out of memory, the kernel has killed {count} since (dmesg): {ADVICE[errno.ENOMEM]}"
     if born(memory.pid) == memory.born:
