@@ -259,7 +259,7 @@ class TestAgent:
         assert len(unprogrammed) == 7, "one place is never used"
         said = agent.command("services").stderr
         assert said.startswith("(not programmed: team-")
-        assert " and 4 more: map services (--max-services) is full" in said
+        assert " and 4 more: map frontends4 (--max-services) is full (2048)" in said
         until(lambda: len(api.events("NotProgrammed")) == len(unprogrammed), "an event for each")
         notes = {(e["regarding"]["kind"], f"{e['regarding']['namespace']}/{e['regarding']['name']}", e["note"])
                 for e in api.events("NotProgrammed")}  # fmt: skip
