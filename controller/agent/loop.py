@@ -38,6 +38,7 @@ from hybrid_proxy.controller.kubernetes.events import Recorder
 from hybrid_proxy.controller.kubernetes.model import Replaced
 from hybrid_proxy.controller.semantics.cluster import Cluster
 from hybrid_proxy.controller.semantics.node import Routes
+from hybrid_proxy.controller.serving.admin import Server, socket_path
 from hybrid_proxy.controller.serving.counters import Counters
 from hybrid_proxy.controller.serving.health import Health
 from hybrid_proxy.controller.serving.http_handlers import HttpHandlers
@@ -192,7 +193,8 @@ class Agent:
                 self.history.away(gone)
                 log.warning("%s", gone.text(time.time()))
             self._busy_with = f"it opens mode {self.config.mode}"
-            self._serve_admin(stack)
+            self._admin = self._listen()
+            stack.callback(lambda: self._admin.close())  # noqa: PLW0108 (it may be another one then)
             self._start_thread("pauses", self._notice_pauses)
             serve = threading.Timer(HTTP_SECONDS, self.http.start)
             stack.callback(self.http.close)
@@ -240,11 +242,16 @@ class Agent:
             if late > STILL_SECONDS:
                 self.queue.put(partial(self.history.stood_still, late))
 
-    def _serve_admin(self, stack: contextlib.ExitStack) -> None:
-        from hybrid_proxy.controller.serving.admin import Server, socket_path
+    def _listen(self) -> Server:
+        return Server(socket_path(self.config.hybrid.admin_socket), self._ask)
 
-        server = Server(socket_path(self.config.hybrid.admin_socket), self._ask)
-        stack.callback(server.close)
+    def _listen_again(self) -> None:
+        """Replace the server whose socket somebody has removed, such as a program that cleans /run."""
+        with contextlib.suppress(ControllerError):  # it is tried again
+            former, self._admin = self._admin, self._listen()
+            former.close(replaced=True)
+            self.history.record("repair", f"somebody removed {former.path}: made again")
+            log.warning("somebody removed %s: made again", former.path)
 
     def _ask(self, request: Request) -> Answer:
         if part := self._busy_with:
@@ -270,6 +277,8 @@ class Agent:
                 self._sync()
             if not self.maintenance.run():
                 continue
+            if not self._admin.path.exists():
+                self._listen_again()
             self._remember_node()
             self.history.source(self.syncer.cluster.source_state)
             self.history.problems(self.syncer.cluster.problems, self.syncer.cluster.has)

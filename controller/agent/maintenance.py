@@ -15,7 +15,6 @@ from hybrid_proxy.controller.agent.active_mode import ActiveMode
 from hybrid_proxy.controller.kubernetes.events import Recorder
 from hybrid_proxy.controller.serving.health import Health
 from hybrid_proxy.dataplane.errors import DataplaneError
-from hybrid_proxy.dataplane.mode import Programmer
 from hybrid_proxy.dataplane.reports import several, some
 
 log = logging.getLogger(__name__)
@@ -45,12 +44,7 @@ class Maintenance:
         if now < self.due:
             return False
         self.due = now + MAINTAIN_SECONDS
-        self._maintain()
-        return True
-
-    def _maintain(self) -> None:
-        programmer = self._mode.programmer
-        drift: tuple[str, ...] = ()
+        programmer, drift = self._mode.programmer, tuple[str, ...]()
         try:
             for event in programmer.maintain() or ():
                 self._events.event(event.kind, event.reason, event.action, event.note, of=event.entry)
@@ -61,12 +55,9 @@ class Maintenance:
         if self._health.drift and not drift:
             log.info("everything of ours is in place again")
         self._health.drift = drift
-        self._report_repairs(programmer)
-
-    def _report_repairs(self, programmer: Programmer) -> None:
-        """Report repairs to the cluster; the mode has logged the details."""
         repairs, last = programmer.repaired.take()
-        if repairs:
+        if repairs:  # the mode has logged the details
             note = f"{several(repairs, 'thing was', 'things were')} repaired in mode {self._mode.choice.effective}"
             note, by = some([note, *last], "; "), programmer.repaired.by or "unknown program"
             self._events.event("Warning", "Repaired", "RepairDataplane", note, by=by)
+        return True

@@ -208,9 +208,10 @@ class Server(socketserver.ThreadingMixIn, socketserver.UnixStreamServer):
                 return
         raise ControllerError(f"--admin-socket {path}: another agent listens there")
 
-    def close(self) -> None:
+    def close(self, *, replaced: bool = False) -> None:
         self._stopping.set()
         self.socket.shutdown(socket.SHUT_RDWR)  # ends the wait for a connection
         self._thread.join()
         self.server_close()
-        self.path.unlink(missing_ok=True)
+        if not replaced:
+            self.path.unlink(missing_ok=True)

@@ -17,7 +17,7 @@ import pytest
 
 import hybrid_proxy.dataplane.modes
 from hybrid_proxy.controller.agent.modes import FALLBACK, clean_others, open_first, open_mode, probe_all
-from hybrid_proxy.controller.serving.memory import memory_path, recall
+from hybrid_proxy.controller.serving.memory import changes_path, memory_path, read_changes, recall
 from hybrid_proxy.dataplane.errors import Unsupported
 from hybrid_proxy.dataplane.kernel.host_paths import netns_number
 from hybrid_proxy.dataplane.mode import Options
@@ -249,6 +249,16 @@ class TestAgent:
         assert "Traceback" not in ended.stderr
         # Once: its descriptors and mappings are somebody else's after that.
         assert ended.stderr.count("later is closed") == (mode == "later")
+
+    def test_the_admin_socket_that_somebody_removed_is_made_again(self, start):
+        agent = start("nftables")
+        for _ in range(2):
+            agent.socket.unlink()
+            until(agent.status, "it answers")
+        path = changes_path(str(agent.socket))
+        until(lambda: any(str(agent.socket) in row.what for row in read_changes(path)), "it is written down")
+        agent.terminate()
+        assert not agent.socket.exists()
 
     def test_an_unprogrammed_service_gets_an_event_and_is_served_when_there_is_room(self, start, api):
         for number in range(1030):
