@@ -30,6 +30,7 @@ class Opener:
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 env=environment,
+                start_new_session=True,  # Ctrl-C is for whom it serves, and ends it by its line
             )
 
     def open(self, where: Path, family: int, kind: int, protocol: int = 0) -> socket.socket:
