@@ -188,8 +188,9 @@ class Answers:
         if answer.service is None:
             asked = Packet("", packet.src, packet.dst, packet.port, Protocol(packet.protocol).name)
             by_table = _of_table(self.syncer.builder.table, None, [asked]).verdicts[0]
-            if by_table.verdict == answer.verdict:
-                answer.reason = by_table.reason
+            missed = unserved(one for one in programmer.unprogrammed if one.entry == by_table.service)
+            if missed or by_table.verdict == answer.verdict:
+                answer.reason = f"Not programmed: {missed[0]}." if missed else by_table.reason
                 answer.steps.append(ExplainStep("table", answer.reason))
         return answer
 
@@ -301,8 +302,7 @@ def _of_table(table: ServiceTable, service: str | None, packets: Sequence[Packet
         if any(f.address is None or f.address in meant for entry in entries for f in entry.frontends)
         or any(backend.address in meant for entry in entries for backend in entry.serving)
     }
-    explainer = Explainer(msgspec.structs.replace(table, services=near))
-    verdicts = [explainer.explain(packet) for packet in packets]
+    verdicts = list(map(Explainer(msgspec.structs.replace(table, services=near)).explain, packets))
     names = {verdict.service for verdict in verdicts if verdict.service}
     name, _, number = (service or "").partition(":")
     wanted = {name, *(name.partition(":")[0] for name in names)}

@@ -270,6 +270,10 @@ class TestAgent:
         said = agent.command("services").stderr
         assert said.startswith("(not programmed: team-")
         assert " and 4 more: map frontends4 (--max-services) is full (2048)" in said
+        name = unprogrammed[0].entry.partition(":")[0]
+        asked = agent.command("explain", "--live", "--from", "10.77.1.11", "--to", f"{name}:80").stdout
+        assert f"Not programmed: {unprogrammed[0].entry}: map frontends4 (--max-services) is full (2048)." in asked
+        assert "is no service's" not in asked
         until(lambda: len(api.events("NotProgrammed")) == len(unprogrammed), "an event for each")
         notes = {(e["regarding"]["kind"], f"{e['regarding']['namespace']}/{e['regarding']['name']}", e["note"])
                 for e in api.events("NotProgrammed")}  # fmt: skip

@@ -54,7 +54,7 @@ WORDS: Final = {
     "drop_reverse_path": "the route back to the source is not by the interface where the packet came in (rp_filter)",
     "drop_foreign": "a packet of a known flow came in at an interface where its sender is not",
     "drop_malformed": "checksum, lengths or options of the headers are wrong",
-    "drop_unallocated": "the destination is an address of the service CIDRs that no service has",
+    "drop_unallocated": "the destination is an address of the service CIDRs that no programmed service has",
     "drop_no_route": "the kernel has no route to the backend",
     "drop_expired": "an ICMP error about a flow has no hop left to live",
     "drop_no_port": "no source port was free for the flow",

@@ -237,7 +237,7 @@ def explain(
     for record in _read(programs):
         getattr(notes, f"note_{layout.named('NOTE_')[int(record['what'])]}")(int(record["a"]), int(record["b"]))
     if len(notes.steps) == 1:
-        notes.step("prefilter", f"{notes.target()} is no service's: nothing is looked up.")
+        notes.step("prefilter", f"{notes.target()} is no programmed service's: nothing is looked up.")
     verdict = VERDICTS[code] if place == "node" else _verdict(notes)
     source = _source(out, notes.family) if verdict == "dnat" and place != "node" else question.src
     notes.step("verdict", _conclusion(verdict, notes, code, source, place))
