@@ -18,6 +18,7 @@ import shutil
 import socket
 import struct
 import subprocess
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Final
@@ -32,6 +33,7 @@ Needs = Callable[[int], Mapping[str, Sequence[str]]]
 
 VARIANTS: Final = ("nft", "legacy")
 TABLES: Final = ("raw", "mangle", "nat", "filter")
+OURS: Final = re.compile(r"-A (HPV?-|.* -[jg] HPV?-)")  # rules of modes iptables and ipvs, and jumps to their chains
 HINTS: Final = re.compile(r"^:(KUBE-IPTABLES-HINT|KUBE-KUBELET-CANARY) ", re.MULTILINE)
 LOCK_SECONDS: Final = 10  # how long another writer may hold /run/xtables.lock (legacy)
 CALL_SECONDS: Final = 120  # for one restore or save, however large
@@ -154,14 +156,12 @@ def present() -> list[Xtables]:
 
 def _lacks(tables: Xtables, family: int, needs: Mapping[str, Sequence[str]]) -> str | None:
     """Says what is missing for this family to work."""
-    reason = _no_tools(tables.variant, family)
-    if reason is not None:
+    if reason := _no_tools(tables.variant, family):
         return reason
     if family == 6 and not Path("/proc/thread-self/net/if_inet6").exists():
         return "the kernel has no IPv6"
     for table, rules in needs.items():
-        refused = tables.accepts(family, table, rules)
-        if refused is not None:
+        if refused := tables.accepts(family, table, rules):
             advice = "run as root (CAP_NET_ADMIN)" if os.geteuid() else "load or build the kernel modules for it"
             return f"the {_NAMES[family]}tables table {table} cannot be used: {refused}; {advice}"
     return None
@@ -180,18 +180,22 @@ def _choose() -> tuple[str, str]:
     usable = [tables for tables in present() if tables.families]
     if not usable:
         raise Unsupported("iptables", f"neither iptables-nft nor iptables-legacy is installed: {INSTALL}")
-    rules = {}
+    rules = {}  # ours count too: a start that chose the other variant would leave them in force
     for tables in usable:
         texts = [_saved(tables, family, "mangle") for family in tables.families]
         if any(HINTS.search(text) for text in texts):
             return tables.variant, "the kubelet's hint chains are there"
         texts += [_saved(tables, f, table) for f in tables.families for table in TABLES if table != "mangle"]
-        rules[tables.variant] = sum(line.startswith("-A") for text in texts for line in text.splitlines())
-    most = max(rules.values())
-    leading = [variant for variant, count in rules.items() if count == most]
+        lines = (line for text in texts for line in text.splitlines() if line.startswith("-A"))
+        rules[tables.variant] = Counter(bool(OURS.match(line)) for line in lines)
+    most = max(held.total() for held in rules.values())
+    leading = [variant for variant, held in rules.items() if held.total() == most]
     if most and len(leading) == 1:
-        return leading[0], f"{several(most, 'rule of others is', 'rules of others are')} there"
-    default = _default()
+        held = rules[leading[0]]
+        return leading[0], f"{several(held[False], 'rule')} of others and {held[True]} of hybrid-proxy are there"
+    default = ""
+    if shutil.which("iptables", path=search_path()) is not None:  # versions before 1.8 are legacy and report none
+        default = "nft" if "nf_tables" in _call(["iptables", "--version"]).stdout else "legacy"
     variant = default if default in rules else usable[0].variant
     return variant, f"the command iptables is {default or 'not installed'}"
 
@@ -202,13 +206,6 @@ def _saved(tables: Xtables, family: int, table: str) -> str:
         return tables.save(family, table)
     except XtablesError:
         return ""
-
-
-def _default() -> str:
-    """Returns the variant that the command `iptables` reports; versions before 1.8 are legacy and report none."""
-    if shutil.which("iptables", path=search_path()) is None:
-        return ""
-    return "nft" if "nf_tables" in _call(["iptables", "--version"]).stdout else "legacy"
 
 
 def _legacy_size(family: int, table: str) -> bytes | None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from hybrid_proxy.dataplane.errors import Unsupported
@@ -22,6 +24,18 @@ def test_the_variant_is_where_the_kubelet_left_its_hint(variant: str) -> None:
 def test_without_a_hint_the_variant_is_where_others_have_their_rules(variant: str) -> None:
     Xtables(variant).restore(4, RULES_OF_OTHERS)
     assert find().variant == variant
+
+
+def test_rules_of_our_modes_are_not_those_of_others(variant: str) -> None:
+    chains = ("HP-SERVICES", "HPV-PREROUTING", "HP-SEP-X")
+    rules = [f'-A PREROUTING -m comment --comment "a b" -j {chain}' for chain in chains[:2]]
+    rules += ["-A HP-SERVICES -p tcp -g HP-SEP-X", "-A HP-SEP-X -j RETURN"]
+    text = "".join(f":{chain} - [0:0]\n" for chain in chains) + "\n".join(rules)
+    Xtables(variant).restore(4, f"*nat\n{text}\nCOMMIT\n")
+    assert re.findall(r"\d+", find().chosen) == ["0", "4"]
+    assert find().variant == variant, "the other one would leave ours in force"
+    Xtables(variant).restore(4, RULES_OF_OTHERS)
+    assert re.findall(r"\d+", find().chosen) == ["2", "4"]
 
 
 def test_what_is_missing_is_reported(variant: str, monkeypatch: pytest.MonkeyPatch) -> None:
