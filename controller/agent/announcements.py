@@ -10,7 +10,7 @@ from typing import Final
 from hybrid_proxy.controller.kubernetes.events import Recorder
 from hybrid_proxy.controller.kubernetes.model import Problem
 from hybrid_proxy.controller.semantics.entries import ExternalIPs
-from hybrid_proxy.dataplane.reports import Unprogrammed
+from hybrid_proxy.dataplane.reports import Unprogrammed, some, unserved
 from hybrid_proxy.dataplane.table import ServiceTable
 
 log = logging.getLogger(__name__)
@@ -33,13 +33,15 @@ class Announcements:
     def unprogrammed(self, found: Collection[Unprogrammed], table: ServiceTable) -> None:
         """Service ports that the mode did not program; the table tells which of the others are still there."""
         reasons = {one.entry: one.reason for one in found}
+        for line in unserved(one for one in found if one.entry not in self._unprogrammed):
+            log.error("not programmed: %s; the others are", line)
         for entry in reasons.keys() - self._unprogrammed:
-            log.error("%s is not programmed: %s; the others are", entry, reasons[entry])
             note = f"{entry} is not served on this node: {reasons[entry]}"
             self._events.event("Warning", "NotProgrammed", "ProgramService", note, of=entry)
-        for entry in self._unprogrammed - reasons.keys():
-            if any(each.name == entry for each in table.entries([entry.partition(":")[0]])):
-                log.info("%s is programmed now", entry)
+        ended = self._unprogrammed - reasons.keys()
+        there = {each.name for each in table.entries({entry.partition(":")[0] for entry in ended})}
+        if served := sorted(ended & there):
+            log.info("programmed now: %s", some(served))
         self._unprogrammed = frozenset(reasons)
 
     def external_ips(self, now: Mapping[str, ExternalIPs]) -> None:
