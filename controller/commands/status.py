@@ -124,7 +124,10 @@ def _agent_lines(status: p.AgentStatus) -> Iterator[str]:
     memory = f"{status.memory_bytes / 1e6:.0f} MB"
     yield f"agent {status.version}, PID {status.pid}, up {age(status.uptime_seconds)}, {memory}"
     if status.ready_seconds is not None:
-        yield f"  ready {status.ready_seconds:.2f} s after its start{_latency_text(status.change_seconds)}"
+        change, text = status.change_seconds, f"  ready {status.ready_seconds:.2f} s after its start"
+        if change.p50 is not None and change.p99 is not None:
+            text += f"; a change takes effect in {1000 * change.p50:.1f} ms (p50), {1000 * change.p99:.1f} ms (p99)"
+        yield text
 
 
 def switched(status: p.AgentStatus) -> str:
@@ -133,12 +136,6 @@ def switched(status: p.AgentStatus) -> str:
         return ""
     back = f"unless {status.configuration.file or 'its flags'} then asks for {one.mode}; `hybrid-proxy switch --back`"
     return f"switched from {one.configured} at {clock(one.time)}: the next start returns to it, {back} does so now"
-
-
-def _latency_text(change: p.ChangeLatency) -> str:
-    if change.p50 is None or change.p99 is None:
-        return ""
-    return f"; a change takes effect in {1000 * change.p50:.1f} ms (p50), {1000 * change.p99:.1f} ms (p99)"
 
 
 def _draining_lines(left: p.DrainingMode, now: float, *, wide: bool) -> Iterator[str]:

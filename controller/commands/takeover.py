@@ -54,7 +54,8 @@ class Takeover(msgspec.Struct, kw_only=True):
 def run(args: argparse.Namespace) -> int:
     """Remove what kube-proxy left, or say what would be; the exit code."""
     agent = _status(args)
-    services = _services(args)
+    with contextlib.closing(programmed(args.admin_socket, args.pin_root)) as known:
+        services = dict.fromkeys(frontends(known.services()))
     found = _survey(agent, services)
     if args.dry_run:
         print_answer(args, found, *_lines(found))
@@ -74,11 +75,6 @@ def run(args: argparse.Namespace) -> int:
 
 def _status(args: argparse.Namespace) -> AgentStatus:
     return ask(args.admin_socket, GetStatus(), StatusAnswer).status
-
-
-def _services(args: argparse.Namespace) -> Mapping[Key, None]:
-    with contextlib.closing(programmed(args.admin_socket, args.pin_root)) as known:
-        return dict.fromkeys(frontends(known.services()))
 
 
 def _survey(agent: AgentStatus, services: Mapping[Key, None]) -> Takeover:

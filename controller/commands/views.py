@@ -105,7 +105,9 @@ class Programmed(NamedTuple):
                 for row in own:
                     row.mode = name
                 total += count - len(found) + len(own)
-                rows += sorted(own, key=_idle, reverse=True)[:limit]
+                # What is over comes after any other, however long that is idle.
+                own.sort(key=lambda row: -1 if row.state == "closed" else row.idle or 0, reverse=True)
+                rows += own[:limit]
             if of == name:
                 break
         return rows, total
@@ -194,11 +196,6 @@ def _of_mode(found: Iterable[tuple[str, list[Row]]]) -> list[Row]:
             row.mode = name
         rows += own
     return rows
-
-
-def _idle(row: FlowRow) -> int:
-    """Seconds; of a flow that is over less than of any other."""
-    return -1 if row.state == "closed" else row.idle or 0
 
 
 def _ends(row: FlowRow) -> tuple[str, str, str]:

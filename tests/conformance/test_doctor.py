@@ -1364,6 +1364,15 @@ def test_doctor_names_the_incident(
 
 
 @only_in("ebpf")
+def test_a_service_whose_answers_are_errors_is_well_and_the_errors_are_told(clinic: Clinic) -> None:
+    recovered(clinic)
+    with clinic.hanging(*PODS, begin=b"HTTP/1.1 503 Unavailable\r\nContent-Length: 0\r\n\r\n"):
+        clinic.put(*PODS, target=HANGS)
+        code, found = clinic.doctor(NAME)
+    assert (code, found.well, found.cause) == (0, True, ""), found
+    assert found.verdict.endswith(f" were answered, but {NAME}:http answers GET / by HTTP 503"), found
+
+
 def test_a_node_with_a_failing_backend_is_not_well(clinic: Clinic) -> None:
     recovered(clinic)
     end = f"{clinic.lab['pod1'].address4}:{HTTP}"

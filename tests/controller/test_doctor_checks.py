@@ -5,6 +5,8 @@
 from __future__ import annotations
 
 import re
+import socket
+import threading
 from collections.abc import Iterable
 
 import msgspec
@@ -17,7 +19,7 @@ from hybrid_proxy.controller.commands.doctor.checks import (
     node_findings,
     service_findings,
 )
-from hybrid_proxy.controller.commands.doctor.connect import Attempt, Origin, Speech, repeats, speech_of
+from hybrid_proxy.controller.commands.doctor.connect import Attempt, Origin, Speech, repeats, speech_of, try_all
 from hybrid_proxy.controller.commands.doctor.facts import (
     NO_FREE_PORT,
     Cause,
@@ -1645,6 +1647,56 @@ def test_a_service_without_a_ready_endpoint_is_a_problem_to_who_asks_for_it() ->
 def test_backends_that_answer_are_not_well_while_others_fail() -> None:
     _, _, findings = service(facts(tried(A, "silent", "silent"), tried(B), tried(VIP)))
     assert [each.mark for each in findings if each.text.startswith("1 of 2 backends answers")] == ["warning"]
+
+
+@pytest.mark.parametrize(
+    ("answers", "warned"),
+    [
+        (["HTTP 503"] * 4, "shop/web:http answers GET / by HTTP 503"),
+        (["HTTP 500", "HTTP 503"] * 2, "shop/web:http answers GET / by HTTP 500, HTTP 503"),
+        (["bytes that are no HTTP"] * 4, "shop/web:http answers GET / by bytes that are no HTTP"),
+        ([""] + ["HTTP 503"] * 3, ""),
+    ],
+)
+def test_bad_answers_of_all_backends_are_told_and_do_not_make_the_proxy_ill(answers: list[str], warned: str) -> None:
+    direct = [
+        msgspec.structs.replace(each, detail=detail, sent="GET /")
+        for each, detail in zip([*tried(A), *tried(B)], answers, strict=True)
+    ]
+    found = facts(direct, tried(VIP))
+    findings = list(service_findings(found, WELL))
+    well = diagnose(found.asked, findings, found.tried)
+    assert (well.well, well.cause) == (True, "")
+    assert [each.text for each in findings if each.mark == "warning"] == [warned] * bool(warned)
+    assert well.verdict.endswith(f"were answered, but {warned}" if warned else "were answered")
+
+
+@pytest.mark.parametrize(
+    ("answer", "path", "detail"),
+    [
+        (b"HTTP/1.1 503 Service Unavailable\r\nContent-Length: 0\r\n\r\n", "/", "HTTP 503"),
+        (b"\x15\x03\x01\x00\x02\x02\x46", "/", "bytes that are no HTTP"),
+        (b"HTTP/1.0 404 Not Found\r\n\r\n", "/", ""),
+        (b"SSH-2.0-OpenSSH_9.6\r\n", None, ""),
+    ],
+)
+def test_what_is_wrong_with_an_answer_to_a_get_is_kept(answer: bytes, path: str | None, detail: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def serve() -> None:
+            client, _ = server.accept()
+            with client:
+                client.sendall(answer)
+                client.recv(4096)
+
+        serving = threading.Thread(target=serve, daemon=True)
+        serving.start()
+        number = server.getsockname()[1]
+        speech = speech_of("ssh" if path is None else "", number, "TCP", path=path)
+        origin = Origin("node", "", ("127.0.0.1",))
+        (each,) = try_all([Attempt(origin, "backend", "127.0.0.1", number, "TCP", speech, "a/b:c")], 5).values()
+        serving.join(5)
+    assert (each.outcome, each.detail) == ("answered", detail)
 
 
 def test_an_event_keeps_its_doctor_when_it_gets_its_policy() -> None:

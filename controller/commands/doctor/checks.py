@@ -105,6 +105,7 @@ FAILURES: Final[dict[str, tuple[str, str, Cause, str]]] = {
     "closed": ("closes without an answer", "close without an answer", "backend-closes", LOOK_INSIDE),
     "reset": ("resets without an answer", "reset without an answer", "backend-closes", LOOK_INSIDE),
 }  # fmt: skip
+LOOK_AT_ANSWER: Final = "see the pods' logs; --path PATH asks for another path; a port named `https` is asked by TLS"
 
 
 def diagnose(target: str, findings: Sequence[Finding], tried: Sequence[Tried] = (), seconds: float = 0.0) -> Diagnosis:
@@ -172,11 +173,20 @@ def node_findings(facts: NodeFacts) -> Iterator[Finding]:
         none = Finding("unknown", "other proxies", "permission denied", AS_ROOT)
     found = [(one, text) for one in other_proxies(facts.other_proxies, agent) for text in one.details]
     yield from [Finding(one.mark, one.subject, text, one.todo, one.cause) for one, text in found] or [none]
-    yield from _forwarding(facts)
+    for family, on in facts.forwarding.items():
+        off, well = forwarding_trouble(family), Finding("ok", "forwarding", f"{FORWARDING[family]} is on")
+        yield well if on else Finding(off.mark, off.subject, off.said[0], off.todo, off.cause)
+    if facts.stopped and facts.forwarding.get(4):
+        yield Finding("problem", "links", *forwarding_off(facts.stopped), "endpoint-route")
     for each in facts.lost_routes:
         text = f"this node lost its route to {each.split()[3]}, and {each.split()[-1]}, by which it led, is up"
         yield Finding("warning", "routes", text, f"`{each}`; the CNI plugin's log may say why", "endpoint-route")
-    yield from _closed(facts)
+    for rule in facts.closed:  # what no rule of FORWARD accepts is dropped: its counter tells whether that hinders pods
+        todo = _count_it(rule) if rule.packets is None else f"if these are pods', {_accept(rule)}"
+        bad: Mark = "problem" if lost_on_the_way(facts.tried) else "warning"
+        mark: Mark = "unknown" if rule.packets is None else bad if rule.packets else "ok"
+        text = f"FORWARD drops what no rule of it accepts: {rule}; {so_far(rule)}"
+        yield Finding(mark, "firewall", text, todo, "firewall" if mark == bad else "")
     yield from _away(facts)
     yield _reverse_path(facts)
     if facts.conntrack is not None:
@@ -255,24 +265,6 @@ def _lost_address(fault: str, facts: NodeFacts) -> Finding | None:
             todo = f"{some(commands, ', then ')}; the log of what configures the network says why"
             return Finding("problem", "node", f"this node lost {address}, {rest}", todo, "address-lost")
     return None
-
-
-def _forwarding(facts: NodeFacts) -> Iterator[Finding]:
-    for family, on in facts.forwarding.items():
-        off, well = forwarding_trouble(family), Finding("ok", "forwarding", f"{FORWARDING[family]} is on")
-        yield well if on else Finding(off.mark, off.subject, off.said[0], off.todo, off.cause)
-    if facts.stopped and facts.forwarding.get(4):
-        yield Finding("problem", "links", *forwarding_off(facts.stopped), "endpoint-route")
-
-
-def _closed(facts: NodeFacts) -> Iterator[Finding]:
-    """What no rule of FORWARD accepts is dropped: whether that hinders pods, its counter tells."""
-    for rule in facts.closed:
-        todo = _count_it(rule) if rule.packets is None else f"if these are pods', {_accept(rule)}"
-        bad: Mark = "problem" if lost_on_the_way(facts.tried) else "warning"
-        mark: Mark = "unknown" if rule.packets is None else bad if rule.packets else "ok"
-        text = f"FORWARD drops what no rule of it accepts: {rule}; {so_far(rule)}"
-        yield Finding(mark, "firewall", text, todo, "firewall" if mark == bad else "")
 
 
 def _away(node: NodeFacts, facts: ServiceFacts | None = None) -> Iterator[Finding]:
@@ -1187,6 +1179,11 @@ def _of_backends(direct: Sequence[Tried], facts: ServiceFacts, node: NodeFacts) 
                 yield Finding("problem", "connections", f"{text}{stays}", todo, "backend-refuses", hits=len(targets))
             case "answered":
                 yield Finding(well, "connections", f"{count} {_verb(targets, 'answers', 'answer')}, {_places(direct)}")
+                for port in dict.fromkeys(one.port for one in worsts):
+                    bad = {one.detail: one.sent for one in direct if (one.port, one.outcome) == (port, outcome)}
+                    if "" not in bad:
+                        text = f"{port} answers {next(iter(bad.values()))} by {some(sorted(bad))}"
+                        yield Finding("warning", "connections", text, LOOK_AT_ANSWER)
             case "accepted":
                 text = f"{count} {_verb(targets, 'accepts', 'accept')}, {_places(direct)}; "
                 text += "without their protocol, nobody can tell whether they answer"

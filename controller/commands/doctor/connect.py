@@ -166,13 +166,13 @@ async def _together(opened: Sequence[tuple[Attempt, socket.socket | OSError]], s
 
 async def _timed(attempt: Attempt, made: socket.socket | OSError, seconds: float) -> Tried:
     began = time.monotonic()
-    detail, resent, client_port = "", 0, 0
+    detail, resent, client_port, heard = "", 0, 0, bytearray()
     try:
         if isinstance(made, OSError):
             raise made
         with made:
             try:
-                outcome = await _converse(attempt, made, seconds)
+                outcome = await _converse(attempt, made, seconds, heard)
             finally:
                 resent, client_port = _info(made)[1], made.getsockname()[1]
     except OSError as error:
@@ -186,7 +186,7 @@ async def _timed(attempt: Attempt, made: socket.socket | OSError, seconds: float
         protocol=attempt.protocol,
         outcome=outcome,
         seconds=round(time.monotonic() - began, 4),
-        detail=detail,
+        detail=detail or _bad_answer(attempt.speech, heard),
         port=attempt.service_port,
         resent=resent,
         client_port=client_port,
@@ -194,8 +194,8 @@ async def _timed(attempt: Attempt, made: socket.socket | OSError, seconds: float
     )
 
 
-async def _converse(attempt: Attempt, made: socket.socket, seconds: float) -> Outcome:
-    """Connect, speak, and listen.
+async def _converse(attempt: Attempt, made: socket.socket, seconds: float, heard: bytearray) -> Outcome:
+    """Connect, speak, and listen; the beginning of a whole answer is added to `heard`.
 
     Raises:
         OSError: it was not accepted.
@@ -222,7 +222,16 @@ async def _converse(attempt: Attempt, made: socket.socket, seconds: float) -> Ou
         return "refused"
     except ConnectionError:
         return "reset"
+    heard += answer
     return "answered" if answer or datagrams else "closed"
+
+
+def _bad_answer(speech: Speech, answer: bytearray) -> str:
+    """What came instead of what a GET asks for: an error of the server, or another protocol."""
+    status = re.match(rb"HTTP/[0-9.]+ ([0-9]{3})", answer)
+    if not answer or not speech.name.startswith("GET ") or (status and status[1] < b"500"):
+        return ""
+    return f"HTTP {status[1].decode()}" if status else "bytes that are no HTTP"
 
 
 async def _is_whole(begin: bytes, made: socket.socket, seconds: float) -> bool:

@@ -41,7 +41,7 @@ class Tried(msgspec.Struct, frozen=True):
         resent: How many segments of TCP were lost, and sent again.
         outcome: What came of it.
         seconds: How long that took.
-        detail: The kernel's words, where it failed.
+        detail: The kernel's words, where it failed, or a GET's bad answer.
         sent: What was asked: `GET /`.
     """
 
