@@ -1373,6 +1373,7 @@ def test_a_service_whose_answers_are_errors_is_well_and_the_errors_are_told(clin
     assert found.verdict.endswith(f" were answered, but {NAME}:http answers GET / by HTTP 503"), found
 
 
+@only_in("ebpf")
 def test_a_node_with_a_failing_backend_is_not_well(clinic: Clinic) -> None:
     recovered(clinic)
     end = f"{clinic.lab['pod1'].address4}:{HTTP}"
