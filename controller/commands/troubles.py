@@ -261,8 +261,9 @@ def _full(status: AgentStatus) -> Iterator[Trouble]:
     if plane.ebpf:
         growing = plane.ebpf.maps.items()
         rows |= {name: Fill(row.used, row.bound) for name, row in growing if row.used is not None and row.bound}
+    reasons = " ".join({one.reason for one in plane.unprogrammed})  # few, of maybe thousands of service ports
     for name, row in rows.items():
-        if not (flag := SETTINGS.get(name, f"--max-{name}" * bool(plane.ebpf))) or flag not in str(plane.unprogrammed):
+        if not (flag := SETTINGS.get(name, f"--max-{name}" * bool(plane.ebpf))) or flag not in reasons:
             todo = raise_it([flag]) if flag else "raise LimitNOFILE" if name == "files" else "another mode has room"
             yield from fill_trouble("maps", "map-full", name, row, todo)
     if status.conntrack:

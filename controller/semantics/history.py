@@ -122,7 +122,7 @@ def folded(rows: Iterable[ChangeRow]) -> list[ChangeRow]:
     between keeps rows apart: a link that is down, up and down again.
     """
     found: dict[int, ChangeRow] = {}  # by the place of the last one; those of one moment stay in their order
-    ready: dict[tuple[str, str], bool] = {}  # what was last told of an endpoint of a Service
+    ready: dict[tuple[str, str], bool] = {}  # by the newest row about an endpoint of a Service
     newest: dict[tuple[str | bool, ...], int] = {}  # the places of those that others may be joined to
     for place, row in enumerate(sorted(rows, key=lambda each: each.last)):
         about = row.key if row.kind in ("endpoints", "ejection") else row.key[:2]

@@ -108,8 +108,8 @@ def facts(*connections: list[Tried], **more: object) -> ServiceFacts:
     return ServiceFacts(**{**known, "tried": tuple(row for rows in connections for row in rows), **more})
 
 
-def told(**known: object) -> TableAnswer:
-    """What an agent knows of a service whose ports are told apart from it."""
+def table_answer(**known: object) -> TableAnswer:
+    """What an agent knows of a service whose ports are listed apart from it."""
     return TableAnswer([], [], [], **known)
 
 
@@ -293,12 +293,12 @@ def test_forwarding_that_is_off_explains_its_own_family_alone(off: int, lost: st
     assert ("forwarding-loses" in {each.cause for each in findings}) is named
 
 
-@pytest.mark.parametrize(("protocol", "told"), [("TCP", True), ("UDP", False)])
-def test_drops_are_told_of_packets_to_the_same_end(protocol: str, told: bool) -> None:
+@pytest.mark.parametrize(("protocol", "shown"), [("TCP", True), ("UDP", False)])
+def test_drops_are_reported_of_packets_to_the_same_end(protocol: str, shown: bool) -> None:
     origin = Origin("node", "", ("10.0.9.9",))
     attempt = Attempt(origin, "backend", "10.0.0.1", 8080, "TCP", Speech(), "shop/web:http")
     event = msgspec.structs.replace(EVENT, service=None, destination=A, protocol=protocol)
-    assert is_about(event, facts(name=None), [attempt]) is told
+    assert is_about(event, facts(name=None), [attempt]) is shown
 
 
 # fmt: off
@@ -337,14 +337,14 @@ TEXTS = [
     pytest.param(facts(*LOST, rules=(REJECT := rule("forward", "counter reject"),), counted={REJECT: 4}), "the firewall rejects packets in FORWARD: `counter reject` in chain c of table inet fw counted 4 packets while connections from a pod to 10.0.0.1:8080, 10.0.0.2:8080 fail, those from the node do not", id="a rule that rejects"),
     pytest.param(facts(ports=(), services=("shop/wen",), ignored={"shop/web": "headless: it has no ClusterIP"}), "shop/web is not served here: headless: it has no ClusterIP", id="a Service that is not meant to be served"),
     pytest.param(facts(ports=(), services=("shop/wen",), ignored={"shop/web": "refused: no port"}), "shop/web is not served here: refused: no port", id="a Service that is refused"),
-    pytest.param(facts(ports=(port(why="no endpoint is ready, and none serves"),), table=told(unready=["10.0.0.1", "fd00::1"])), "0 of 1 endpoint is ready: 10.0.0.1: none serves (shop/web:http, IPv4)", id="which endpoints are not ready"),
+    pytest.param(facts(ports=(port(why="no endpoint is ready, and none serves"),), table=table_answer(unready=["10.0.0.1", "fd00::1"])), "0 of 1 endpoint is ready: 10.0.0.1: none serves (shop/web:http, IPv4)", id="which endpoints are not ready"),
     pytest.param(facts(tried(A, "refused", "refused"), ports=(port(A),), listening={(A, "TCP"): ("127.0.0.1:8080", "9090")}), "1 of 1 backend refuses targetPort 8080 from the node and from a pod: 10.0.0.1:8080; it listens on 127.0.0.1:8080, 9090", id="where the pod listens"),
     pytest.param(facts(tried(A, "refused", "refused"), ports=(port(A),), listening={(A, "TCP"): ("8080",)}), "1 of 1 backend refuses targetPort 8080 from the node and from a pod: 10.0.0.1:8080, although it listens there: a firewall rejects", id="a firewall in the pod rejects"),
     pytest.param(facts(tried(A, "refused", None), tried(B, "refused", None), listening={(A, "TCP"): (), (B, "TCP"): ()}), "2 of 2 backends refuse targetPort 8080 from the node: 10.0.0.1:8080, 10.0.0.2:8080; nothing listens by TCP in pods 10.0.0.1, 10.0.0.2", id="nothing listens in the pods"),
     pytest.param(facts(tried(A, "refused", None), tried(B), listening={(A, "TCP"): ()}), "1 of 2 backends refuses targetPort 8080 from the node: 10.0.0.1:8080; nothing listens by TCP in pod 10.0.0.1", id="nothing listens in a pod"),
-    pytest.param(facts(ports=(port(why="the service has no endpoints"),), table=told(selector="")), "no endpoint is ready: the service has no endpoints (shop/web:http, IPv4)", id="no selector"),
+    pytest.param(facts(ports=(port(why="the service has no endpoints"),), table=table_answer(selector="")), "no endpoint is ready: the service has no endpoints (shop/web:http, IPv4)", id="no selector"),
     pytest.param(facts(tried(A, "silent", "silent"), tried(B), tried(VIP, pod="silent"), ports=(msgspec.structs.replace(port(A, B), affinity_seconds=60),)), "1 of 2 backends gives no answer from the node and from a pod: 10.0.0.1:8080; session affinity keeps 10.0.0.9 there until idle for 60 s", id="who sticks to a backend that fails"),
-    pytest.param(facts(packet=PACKET, verdicts=(AWAY,), table=told(elsewhere={"10.0.1.1": "n2", "fd00::1": "n2"})), "externalTrafficPolicy Local drops it at this node: no endpoint here: 10.0.1.1 on n2", id="which policy drops, and where endpoints are"),
+    pytest.param(facts(packet=PACKET, verdicts=(AWAY,), table=table_answer(elsewhere={"10.0.1.1": "n2", "fd00::1": "n2"})), "externalTrafficPolicy Local drops it at this node: no endpoint here: 10.0.1.1 on n2", id="which policy drops, and where endpoints are"),
     pytest.param(facts(*GOOD, ports=(port(A, B, ranges=("10.1.0.0/16",)),)), "shop/web is well: 6 of 6 connections were answered; 198.51.100.7 admits 10.1.0.0/16 alone (loadBalancerSourceRanges)", id="who is let in"),
     pytest.param(facts(after(2.0, tried(A)), after(0.003, tried(B))), "shop/web is well: 4 of 4 connections were answered, but backend 10.0.0.1:8080 answers after 2.0 s, the others after 3 ms", id="how slow a backend is"),
     pytest.param(facts(*GOOD, ports=(port(A, B, "10.0.0.3:8080"),), own=("10.0.9.9",)), "shop/web is well: 6 of 6 connections were answered; 1 of 3 backends was not tried: it tries no more at once", id="how many were not tried"),
@@ -355,9 +355,9 @@ TEXTS = [
     pytest.param(facts(tried(A, *CLOSED), tried(B), rules=(AT_A_REJECTS,), listening={(A, "TCP"): ("8080",)}), "the firewall of pod 10.0.0.1 probably rejects packets in INPUT: connections to 10.0.0.1:8080 failed from the node and from a pod; on their way is `ct state new reject with tcp reset` in chain c of table inet fw", id="a rule that rejects, where the pod listens, and is not understood"),
     pytest.param(facts(tried(A, *CLOSED), tried(B), rules=(msgspec.structs.replace(AT_A_REJECTS, text="tcp dport 9 ct state new reject"),), listening={(A, "TCP"): ("8080",)}), "1 of 2 backends refuses targetPort 8080 from the node and from a pod: 10.0.0.1:8080, although it listens there: a firewall rejects", id="a rule that rejects what comes to another port"),
     pytest.param(facts(tried(A, "silent", "silent"), tried(B), by("10.0.0.1", *tried(B, pod="silent")), rules=(msgspec.structs.replace(AT_A, text="policy drop"),)), "1 of 2 backends gives no answer from the node and from a pod: 10.0.0.1:8080; or the firewall of pod 10.0.0.1 drops it: `policy drop` in chain c of table inet fw", id="a client that answers nobody either"),
-    pytest.param(facts(ports=(port(why="no EndpointSlice of the service has a TCP port named 'grpc'; they have 'http' (TCP)"),), table=told(unready=["10.0.0.3"])), "no EndpointSlice of the service has a TCP port named 'grpc'; they have 'http' (TCP) (shop/web:http, IPv4)", id="readiness is no reason where a port is missing"),
-    pytest.param(facts(*GOOD, table=told(unready=["10.0.0.3", "10.0.0.4", "10.0.0.5"])), "shop/web is well: 6 of 6 connections were answered, but shop/web:http, IPv4: 2 backends (ready endpoints; not ready: 10.0.0.3, 10.0.0.4, 10.0.0.5)", id="fewer than half of the endpoints are ready"),
-    pytest.param(facts(tried(A, "silent", "silent"), tried(B), table=told(elsewhere={"10.0.0.1": "n2"})), "1 of 2 backends gives no answer from the node and from a pod: 10.0.0.1:8080 on n2", id="the node of a backend that fails"),
+    pytest.param(facts(ports=(port(why="no EndpointSlice of the service has a TCP port named 'grpc'; they have 'http' (TCP)"),), table=table_answer(unready=["10.0.0.3"])), "no EndpointSlice of the service has a TCP port named 'grpc'; they have 'http' (TCP) (shop/web:http, IPv4)", id="readiness is no reason where a port is missing"),
+    pytest.param(facts(*GOOD, table=table_answer(unready=["10.0.0.3", "10.0.0.4", "10.0.0.5"])), "shop/web is well: 6 of 6 connections were answered, but shop/web:http, IPv4: 2 backends (ready endpoints; not ready: 10.0.0.3, 10.0.0.4, 10.0.0.5)", id="fewer than half of the endpoints are ready"),
+    pytest.param(facts(tried(A, "silent", "silent"), tried(B), table=table_answer(elsewhere={"10.0.0.1": "n2"})), "1 of 2 backends gives no answer from the node and from a pod: 10.0.0.1:8080 on n2", id="the node of a backend that fails"),
     pytest.param(facts(tried(A, "silent", "silent"), tried(B), rules=(TWO_HOOKS := Rule("inet fw", "pol", ("forward", "output"), "ip daddr 10.0.0.1 counter drop", 0),), counted={TWO_HOOKS: 35}), "the firewall drops packets in FORWARD/OUTPUT: `ip daddr 10.0.0.1 counter drop` in chain pol of table inet fw counted 35 packets while connections to 10.0.0.1:8080 failed from the node and from a pod", id="a chain of two hooks"),
     pytest.param(facts(tried(A), tried(VIP), packet=PACKET, verdicts=(msgspec.structs.replace(UNKNOWN, verdict="dnat", backends=(A,), service="shop/web:http"),), own=("10.0.9.9",)), "shop/web is well: 4 of 4 connections were answered", id="a backend that the packet does not get to"),
     pytest.param(facts(ports=(port(why="no endpoint is ready, and none serves while it terminates"),)), "no endpoint is ready: none serves while it terminates (shop/web:http, IPv4)", id="nothing is said twice"),
@@ -588,9 +588,9 @@ def test_nat_without_a_counter_that_takes_what_fails_is_likely_once() -> None:
     cause, certain, findings = service(
         facts(tried(A), tried(B), tried(VIP, "silent", "silent"), rules=tuple(rules)), node
     )
-    (told,) = (each for each in findings if each.mark != "ok")
-    assert (cause, certain, told.text.count("dnat to")) == ("foreign-nat", False, 2), findings
-    assert told.todo.startswith("delete this rule")
+    (finding,) = (each for each in findings if each.mark != "ok")
+    assert (cause, certain, finding.text.count("dnat to")) == ("foreign-nat", False, 2), findings
+    assert finding.todo.startswith("delete this rule")
     verdict = diagnose("node", list(node_findings(node)))
     assert [each.mark for each in verdict.findings if each.subject == "NAT"] == ["warning"]
     assert [each.cause for each in verdict.findings if each.mark == "warning"] == ["foreign-nat"]
@@ -660,9 +660,9 @@ def test_failures_before_doctor_came_are_a_note_where_all_is_answered(outcome: O
     )
     found = facts(tried(A, outcome, None), tried(B), tried(VIP), backends=(*rows, facts().backends[1]))
     findings = list(service_findings(found, WELL))
-    (told,) = (each for each in findings if "saw failures: 10.0.0.1:8080: 3 x connection refused" in each.text)
+    (finding,) = (each for each in findings if "saw failures: 10.0.0.1:8080: 3 x connection refused" in each.text)
     verdict = diagnose("shop/web", findings, found.tried)
-    assert (told.mark, told.text.startswith("before")) == (mark, mark == "ok")
+    assert (finding.mark, finding.text.startswith("before")) == (mark, mark == "ok")
     assert ("saw failures" in verdict.verdict, verdict.well) == (mark == "warning", True)
 
 
@@ -876,8 +876,8 @@ def test_endpoints_that_flapped_are_history(seconds: float, cause: Cause) -> Non
     node = msgspec.structs.replace(WELL, agent=agent_status(), changes=(row,), events=(EVENT,), programmed={"ebpf": 1})
     findings = list(node_findings(node))
     assert diagnose("node", findings).cause == cause
-    (told,) = (each for each in findings if each.subject == "history")
-    assert (" flap: " in told.text, " flapped: " in told.text) == (cause == "flapping", cause != "flapping")
+    (finding,) = (each for each in findings if each.subject == "history")
+    assert (" flap: " in finding.text, " flapped: " in finding.text) == (cause == "flapping", cause != "flapping")
 
 
 def test_endpoints_that_flap_come_after_what_is_wrong_now() -> None:
@@ -897,8 +897,8 @@ def test_what_is_wrong_in_both_families_is_one_problem(families: tuple[int, ...]
     found = facts(ports=tuple(both[family] for family in families))
     verdict = diagnose("shop/web", list(service_findings(found, WELL)))
     assert verdict.verdict.endswith("(shop/web:http, IPv4 and IPv6)")
-    (told,) = (each for each in verdict.findings if each.mark == "problem")
-    assert told.cause == "no-endpoint"
+    (finding,) = (each for each in verdict.findings if each.mark == "problem")
+    assert finding.cause == "no-endpoint"
 
 
 def test_a_pod_that_no_pod_reaches_is_not_told_of_before_the_client_that_was_named() -> None:
@@ -912,12 +912,14 @@ def test_a_pod_that_no_pod_reaches_is_not_told_of_before_the_client_that_was_nam
 
 def test_who_asks_a_backend_itself_is_led_to_its_service() -> None:
     itself = Verdict("", "untouched", "10.0.0.1:8080/TCP is a backend itself.", rule="backend", why="shop/web:http")
-    (told,) = service(facts(packet=PACKET, verdicts=(itself,), ports=()))[2]
-    assert (told.cause, told.todo) == ("not-a-service", "`hybrid-proxy doctor shop/web:http` tries it")
+    (finding,) = service(facts(packet=PACKET, verdicts=(itself,), ports=()))[2]
+    assert (finding.cause, finding.todo) == ("not-a-service", "`hybrid-proxy doctor shop/web:http` tries it")
 
 
 def test_of_a_service_without_such_a_port_the_finding_says_what_the_number_is() -> None:
-    asked = facts(asked="shop/web:81", ports=(), services=("shop/web", "shop/web:http"), table=told(hint=" (x)"))
+    asked = facts(
+        asked="shop/web:81", ports=(), services=("shop/web", "shop/web:http"), table=table_answer(hint=" (x)")
+    )
     assert service(asked)[2][0].text == "shop/web has no port '81'; its ports are http (x)"
 
 
@@ -928,8 +930,8 @@ def test_an_address_that_a_deleted_service_had_is_known() -> None:
     node = msgspec.structs.replace(WELL, changes=(row,))
     nobody = Verdict("", "drop", "10.96.0.1 is in the service range, but it is no service's ClusterIP.")
     packet = msgspec.structs.replace(PACKET, dst="10.96.0.1")
-    (told, *_) = service(facts(packet=packet, verdicts=(nobody,), ports=()), node)[2]
-    assert told.text.endswith("ClusterIP; it was the ClusterIP of shop/x, deleted 6s ago")
+    (finding, *_) = service(facts(packet=packet, verdicts=(nobody,), ports=()), node)[2]
+    assert finding.text.endswith("ClusterIP; it was the ClusterIP of shop/x, deleted 6s ago")
 
 
 def test_an_endpoint_that_became_ready_once_does_not_flap() -> None:
@@ -942,19 +944,19 @@ def test_an_endpoint_that_became_ready_once_does_not_flap() -> None:
         count=9,
         flapping=True,
     )
-    (told,) = (f for f in node_findings(msgspec.structs.replace(WELL, changes=(row,))) if f.cause == "flapping")
-    assert "10.0.0.1 (8 x)" in told.text
-    assert "10.0.0.4" not in told.text
+    (finding,) = (f for f in node_findings(msgspec.structs.replace(WELL, changes=(row,))) if f.cause == "flapping")
+    assert "10.0.0.1 (8 x)" in finding.text
+    assert "10.0.0.4" not in finding.text
 
 
 def test_a_change_is_told_in_eighty_characters() -> None:
     row = ChangeRow(first=900.0, last=990.0, kind="NAT", service="shop/web", what="gone: " + "x" * 400)
-    (told,) = (
+    (finding,) = (
         each
         for each in service(facts(*GOOD), msgspec.structs.replace(WELL, changes=(row,)))[2]
         if each.subject == "history"
     )
-    assert len(told.text) == len("10s ago: ") + 80
+    assert len(finding.text) == len("10s ago: ") + 80
 
 
 def test_the_changes_of_a_service_that_is_gone_are_told() -> None:
@@ -963,8 +965,8 @@ def test_the_changes_of_a_service_that_is_gone_are_told() -> None:
     cause, _, findings = service(facts(asked="shop/web", ports=(), services=("shop/other",)), node)
     assert cause == "no-such-service"
     assert findings[0].text == 'no service "shop/web"; it was deleted 10s ago'
-    (told,) = (each.text for each in findings if each.subject == "history")
-    assert told == "10s ago: Service deleted"
+    (finding,) = (each.text for each in findings if each.subject == "history")
+    assert finding == "10s ago: Service deleted"
 
 
 @pytest.mark.parametrize(("count", "more"), [(3, ""), (5, "; 2 more: `hybrid-proxy changes shop/web`")])
@@ -983,10 +985,10 @@ def test_of_many_changes_the_newest_three_of_the_service_and_its_way_are_told(co
     )
     links = (PodLink("veth1", ("10.0.0.1",)),)
     findings = service(facts(*GOOD, links=links), msgspec.structs.replace(WELL, changes=changes))[2]
-    (told,) = (each.text for each in findings if each.subject == "history")
+    (finding,) = (each.text for each in findings if each.subject == "history")
     newest = rows[: -1 - 3 : -1]
     ages = [f"{10 - (count - 1 - back)}s ago" for back in range(3)]
-    assert told == "; ".join(f"{age}: {row[2]}" for age, row in zip(ages, newest, strict=True)) + more
+    assert finding == "; ".join(f"{age}: {row[2]}" for age, row in zip(ages, newest, strict=True)) + more
 
 
 @pytest.mark.parametrize(("stranger", "reported"), [("8.8.8.8", True), ("", False)])
@@ -1223,7 +1225,7 @@ def test_where_a_node_port_is_served_is_told(at: tuple[str, ...], local: bool, m
     node = msgspec.structs.replace(WELL, agent=agent_status())
     one = port(A, B, external=True)
     ports = (msgspec.structs.replace(one, backend_sets=one.backend_sets[:1] * 2) if local else one,)
-    _, _, findings = service(facts(*GOOD, ports=ports, table=told(node_ports_at=at)), node)
+    _, _, findings = service(facts(*GOOD, ports=ports, table=table_answer(node_ports_at=at)), node)
     assert [each.mark for each in findings if each.subject == "node port"] == marks
 
 
@@ -1293,7 +1295,7 @@ def test_what_one_edit_changed_is_told_once() -> None:
     ("state", "own", "told_of"), [("3 failed", True, False), ("3 failed", False, True), ("ejected for 8 s", True, True)]
 )
 def test_failures_of_doctor_itself_are_not_told(state: str, own: bool, told_of: bool) -> None:
-    """That a backend is ejected is told whoever caused it: clients are led elsewhere."""
+    """That a backend is ejected is a finding whoever caused it: clients are led elsewhere."""
     row = Ejection("shop/web:http", A, ejected=state.startswith("ejected"), seconds=8.0, state=state)
     node = msgspec.structs.replace(WELL, ejections=(row,), own_failures=frozenset({A} if own else ()))
     found = service(facts(*GOOD), node)[2]
@@ -1429,7 +1431,7 @@ def test_a_rule_that_takes_packets_of_a_client_elsewhere_is_named(rule: Rule, se
         rules=(rule,),
         stranger="192.168.77.1",
         stranger_at="eth0",
-        table=told(node_ports_at=["192.168.77.2"]),
+        table=table_answer(node_ports_at=["192.168.77.2"]),
     )
     findings = service(asked, msgspec.structs.replace(WELL, programmed={serving: 1}))[2]
     named = [each for each in findings if each.cause == "firewall"]
@@ -1456,7 +1458,7 @@ def test_a_rule_past_which_the_program_sends_a_client_on_is_not_on_its_way(
     fronts = (OUTER.frontends[0], msgspec.structs.replace(OUTER.frontends[1], masquerade=masquerade))
     asked = facts(
         *GOOD, ports=(msgspec.structs.replace(OUTER, frontends=fronts),), rules=(rule(hook),), stranger="192.168.77.1",
-        table=told(node_ports_at=["192.168.77.2"]),
+        table=table_answer(node_ports_at=["192.168.77.2"]),
     )  # fmt: skip
     findings = service(asked, msgspec.structs.replace(WELL, programmed={serving: 1}))[2]
     (found,) = (each for each in findings if each.subject == "firewall")
@@ -1469,7 +1471,7 @@ def test_of_rules_on_the_way_what_takes_packets_now_comes_first() -> None:
                           for does, count in (("drop", 0), ("reject", 9), ("drop comment x", 3)))  # fmt: skip
     asked = facts(
         *GOOD, ports=(OUTER,), rules=(idle, former, busy), stranger_at="eth0",
-        table=told(node_ports_at=["192.168.77.2"]), counted={msgspec.structs.replace(busy, packets=None): 1},
+        table=table_answer(node_ports_at=["192.168.77.2"]), counted={msgspec.structs.replace(busy, packets=None): 1},
     )  # fmt: skip
     node = msgspec.structs.replace(WELL, programmed={"nftables": 1})
     (found,) = (each for each in service(asked, node)[2] if "clients outside" in each.text)
@@ -1488,7 +1490,11 @@ def test_a_rule_that_any_client_outside_meets_is_named_unasked(
 ) -> None:
     drops = msgspec.structs.replace(rule("prerouting", text), handle="7", priority=-50 if late else -100)
     asked = facts(
-        *connections, ports=(OUTER,), rules=(drops,), stranger_at="eth0", table=told(node_ports_at=["192.168.77.2"])
+        *connections,
+        ports=(OUTER,),
+        rules=(drops,),
+        stranger_at="eth0",
+        table=table_answer(node_ports_at=["192.168.77.2"]),
     )
     node = msgspec.structs.replace(WELL, programmed={"nftables": 1})
     named = [each for each in service(asked, node)[2] if "clients outside" in each.text]
