@@ -4,6 +4,7 @@ import gc
 import os
 from collections.abc import Generator
 
+import process_state
 import pytest
 from hypothesis import settings
 from properties import examples
@@ -39,6 +40,26 @@ def pytest_itemcollected(item: pytest.Item) -> None:
     """`make test-long` tries all examples of the tests that hypothesis runs."""
     if getattr(getattr(item, "obj", None), "is_hypothesis_test", False):
         item.add_marker("property")
+
+
+_FOUND = pytest.StashKey[tuple[str, dict[str, object]]]()  # a file, and what its first test found of the process
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    file = item.nodeid.partition("::")[0]
+    if item.config.stash.get(_FOUND, ("", {}))[0] != file:
+        item.config.stash[_FOUND] = file, process_state.state()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> Generator[None, None, None]:
+    """After a file's last test, its fixtures are gone: what it left of the process fails it, not a file after it."""
+    yield
+    file, found = item.config.stash[_FOUND]
+    if nextitem is None or nextitem.nodeid.partition("::")[0] != file:
+        left = process_state.state()
+        del item.config.stash[_FOUND]
+        assert found == left, f"tests of {file} left the process changed (tests/process_state.py)"
 
 
 ROOMS = ("conformance", "controller", "deploy", "docs", "modes", "workshop")  # with tests that start agents

@@ -30,6 +30,7 @@ from hybrid_proxy.controller.serving.protocol import AgentStatus
 from hybrid_proxy.controller.settings.config import of_flags
 from hybrid_proxy.controller.text import printable, printable_json
 from tests.controller.test_status_text import NOW, STATUS
+from tests.process_state import own_logging
 
 ROOT = Path(cli.__file__).parent
 EVIL = "x\x1b]0;owned\x07\x1b[2J\n17:00:00 I all is well\r\x9b31m\u202egnp\u200b\u2028e\u0301\u3164\x7f"
@@ -162,19 +163,15 @@ def test_no_terminal_obeys_what_others_wrote(place: Callable[[str], Iterator[str
 
 
 def test_a_line_of_the_log_is_one_line_with_its_date() -> None:
-    root, hybrid = logging.getLogger(), logging.getLogger("hybrid_proxy")
-    before = root.handlers[:], root.level, hybrid.level
-    try:
-        with captured() as written:
-            start_logging(of_flags({"mode": "nftables"}).config)
-            hybrid.warning("refused: %s", EVIL)
-            try:
-                int(EVIL)
-            except ValueError as error:
-                hybrid.exception("failed", exc_info=ValueError(EVIL).with_traceback(error.__traceback__))
-        lines = written()
-    finally:
-        root.handlers[:], root.level, hybrid.level = before
+    hybrid = logging.getLogger("hybrid_proxy")
+    with captured() as written, own_logging():
+        start_logging(of_flags({"mode": "nftables"}).config)
+        hybrid.warning("refused: %s", EVIL)
+        try:
+            int(EVIL)
+        except ValueError as error:
+            hybrid.exception("failed", exc_info=ValueError(EVIL).with_traceback(error.__traceback__))
+    lines = written()
     assert all(line.isprintable() for line in lines)
     said = [line for line in lines if line and not line.startswith("  ")]
     assert len(said) == 2, "of a traceback each line is further in"

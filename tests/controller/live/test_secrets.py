@@ -33,6 +33,7 @@ from hybrid_proxy.workshop.lab.apiserver import ApiServer
 from hybrid_proxy.workshop.lab.network import Lab
 from tests.controller.credentials import exec_user, kubeconfig, program, says
 from tests.controller.watching import Watcher
+from tests.process_state import own_logging
 from tests.served import HEALTH, METRICS, PROGRAM, Served, api_server, fetch
 from tests.waiting import until
 
@@ -257,13 +258,9 @@ def test_an_event_for_the_cluster_has_no_secret(api: ApiServer) -> None:
 def test_a_traceback_in_the_log_has_no_secret(capsys: pytest.CaptureFixture[str]) -> None:
     hold(TOKEN)
     error = ValueError(f"a defect, with {TOKEN}")
-    root = logging.getLogger()
-    before = root.handlers[:], root.level
-    try:
+    with own_logging():
         start_logging(of_flags({}).config)
         logging.getLogger("hybrid_proxy").error("odd: %s", error, exc_info=error)
-    finally:
-        root.handlers[:], root.level = before
     written = capsys.readouterr().err
     assert TOKEN not in written
     assert "a defect" in written

@@ -42,7 +42,7 @@ def test_chains_of_a_mode_that_drains_are_not_listed_as_somebody_elses() -> None
 
 
 def test_each_edit_of_a_firewall_is_no_line_of_the_log(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.DEBUG)
+    caplog.set_level(logging.DEBUG, "hybrid_proxy")
     row, met = np.zeros(1, dtype=layout.dtype_of("node")), list(MET)
     made = FastPath("auto", lambda: row, lambda: met, lambda: False, list)
     made.maintain()
