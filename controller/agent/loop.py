@@ -153,7 +153,7 @@ class Agent:
             names=lambda: self.notebook.names,
         )  # fmt: skip
         self.maintenance = Maintenance(self.mode, self.health, self.events)
-        self.notebook = Notebook(path, former, self.mode, self.syncer)
+        self.notebook = Notebook(path, former, self.mode, self.syncer, self.follower.file)
         self.other_proxies = OtherProxiesWatcher(
             config.mode,
             partial(self.events.event, "Warning", "OtherProxyFound", "FindOtherProxies"),
@@ -298,7 +298,7 @@ class Agent:
 
     def end(self, why: str, *, failed: bool = False) -> int:
         """Leave the dataplane as it is; the exit code."""
-        self.notebook.why = why
+        self.notebook.why, self.notebook.failed = why, failed
         self.history.record("agent", f"agent {os.getpid()} ends: {why}")
         if failed:
             log.error("%s", why)

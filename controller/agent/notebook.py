@@ -18,6 +18,7 @@ from msgspec.structs import replace
 
 from hybrid_proxy.controller.agent.active_mode import ActiveMode
 from hybrid_proxy.controller.agent.syncer import Syncer
+from hybrid_proxy.controller.errors import ControllerError
 from hybrid_proxy.controller.kubernetes.files import write
 from hybrid_proxy.controller.redact import redact
 from hybrid_proxy.controller.semantics.lacks import with_policy
@@ -39,22 +40,24 @@ MOST: Final = 200  # events, and rows of everything but names
 class Notebook:
     """Writes the memory file of one agent, in its loop's thread.
 
-    `why` will be the last words, `opened` is whether a mode was opened, `unprogrammed` what is not served. The first
-    write replaces what the agent before left, the `former`.
+    `why` will be the last words, `failed` is whether they are of a failure, `opened` whether a mode was opened,
+    `unprogrammed` what is not served. `file` is that of the configuration. The first write replaces what the agent
+    before left, the `former`.
     """
 
-    def __init__(self, path: Path, former: Memory | None, mode: ActiveMode, syncer: Syncer) -> None:
-        self.why = ""
+    def __init__(self, path: Path, former: Memory | None, mode: ActiveMode, syncer: Syncer, file: str) -> None:
+        self.why, self.failed = "", False
         self.opened = False
         self.unprogrammed: list[Unprogrammed] = []
         self.path = path
         self._mode = mode
         self._syncer = syncer
+        self._file = file
         requested = mode.config.mode
         self._blank = Memory(
             pid=os.getpid(), born=born(os.getpid()), namespace=netns_number(), started=time.time(),
             mode=ModeStatus(requested, requested), argv=sys.orig_argv,
-            again=started_by(sys.orig_argv, os.environ, os.getppid()),
+            again=self._again(),
         )  # fmt: skip
         self._known = former  # what the file says, or is to say next
         self._write_at = 0.0
@@ -103,6 +106,9 @@ class Notebook:
     def leave(self, _kind: object, error: BaseException | None, _where: object) -> None:
         """The last words; called while the mode is open, or before it was."""
         why = f"{type(error).__name__}: {error}" if error is not None else self.why
+        refused = (self.failed or error is not None) and self._syncer.ready_seconds is None
+        if refused and isinstance(error, ControllerError | DataplaneError):
+            why = str(error)
         blank = self._blank
         memory = self.former or blank
         with contextlib.suppress(DataplaneError, OSError):
@@ -111,10 +117,9 @@ class Notebook:
             elif self.opened:
                 self._collect()
                 memory = replace(memory, events=self._events())
-        memory = replace(
-            memory, pid=blank.pid, born=blank.born, started=blank.started, argv=blank.argv, again=blank.again,
-            ended=Ended(time.time(), why or "it ended"),
-        )  # fmt: skip
+        # How to start what served stays, if this one has not.
+        ended = Ended(time.time(), why or "it ended", blank.argv if refused else [])
+        memory = replace(memory, pid=blank.pid, born=blank.born, started=blank.started, ended=ended)
         if self._writer is not None:
             self._writer.join(LAST_SECONDS)
         self._write(memory)
@@ -129,6 +134,10 @@ class Notebook:
             rows = [replace(row, mode=reporter.name) for row in rows]  # which is not known of it later
             self._recent = [with_policy(row, lambda: self._syncer.builder.lacks) for row in rows]
 
+    def _again(self) -> str:
+        switched = self._mode.switched.mode if self._mode.switched else ""
+        return started_by(sys.orig_argv, os.environ, os.getppid(), switched, self._file)
+
     def _gather(self) -> Memory:
         self._collect()
         mode = self._mode
@@ -136,6 +145,7 @@ class Notebook:
         self._known = replace(
             self._blank,
             mode=mode.choice,
+            again=self._again(),
             draining=sorted(mode.draining.names),
             pin_root=mode.config.options.ebpf.pin_root,
             names={**drained, **names} if drained else names,

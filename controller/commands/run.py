@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import argparse
 import math
+import sys
 from pathlib import Path
 from typing import Final
 
 from hybrid_proxy.controller.commands.command import Command, add_admin, add_config, add_folders, seconds
+from hybrid_proxy.controller.errors import ConfigError
 from hybrid_proxy.controller.redact import redact
-from hybrid_proxy.controller.settings.config import of_flags
+from hybrid_proxy.controller.settings.config import ADMIN_SOCKET, of_flags
 from hybrid_proxy.controller.settings.documents import FILES, LOG, SERVERS, SERVICES, SOURCES, THIS_NODE
 from hybrid_proxy.controller.settings.given import add_flag, add_flags, add_removed_flags
 from hybrid_proxy.dataplane.settings import EBPF_MODE, FAILING, IPVS_MODE, MORE, NODE, ROOM
@@ -52,12 +54,19 @@ def _run_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _run(args: argparse.Namespace) -> int:
     flags, path = vars(args), Path(args.config) if args.config else None
-    if path:  # otherwise nothing of documents and YAML is needed
-        from hybrid_proxy.controller.settings.configfile import load
+    try:
+        if path:  # otherwise nothing of documents and YAML is needed
+            from hybrid_proxy.controller.settings.configfile import load
 
-        loaded = load(path, flags)
-    else:
-        loaded = of_flags(flags)
+            loaded = load(path, flags)
+        else:
+            loaded = of_flags(flags)
+    except ConfigError as error:
+        if not (args.write_config_to or args.cleanup or args.init_only):
+            from hybrid_proxy.controller.serving.memory import refused
+
+            refused(args.admin_socket or ADMIN_SOCKET, str(error), sys.orig_argv)
+        raise
     config = loaded.config
     if args.write_config_to:
         from hybrid_proxy.controller.commands.terminal import remark

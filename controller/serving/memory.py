@@ -9,15 +9,17 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import os
 import re
 import shlex
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
 import msgspec
 
-from hybrid_proxy.controller.kubernetes.files import read
+from hybrid_proxy.controller.kubernetes.files import read, write
 from hybrid_proxy.controller.kubernetes.model import Node, Problem
 from hybrid_proxy.controller.semantics.history import ChangeRow
 from hybrid_proxy.controller.semantics.lacks import Lack
@@ -34,10 +36,11 @@ _CHANGES: Final = msgspec.json.Decoder(ChangeRow)
 
 
 class Ended(msgspec.Struct, frozen=True):
-    """The time and reason of an orderly end."""
+    """The time and reason of an orderly end; `refused` is the command line of a start that programmed nothing."""
 
     time: float
     why: str
+    refused: list[str] = []
 
 
 class Memory(msgspec.Struct, kw_only=True, frozen=True):
@@ -51,8 +54,8 @@ class Memory(msgspec.Struct, kw_only=True, frozen=True):
         started: Seconds since 1970.
         mode: The mode that serves, and why not the configured one.
         draining: Former modes that still had flows.
-        argv: The process's command line.
-        again: How to start it again.
+        argv: The command line of the process, or of the one that served last if this one's start was refused.
+        again: How that is started again.
         pin_root: As of `--pin-root`.
         names: Names of service ports by their numbers in the maps.
         error: Why the last sync failed.
@@ -86,14 +89,23 @@ class Memory(msgspec.Struct, kw_only=True, frozen=True):
     oom_kills: int | None = None
 
 
-def started_by(argv: Sequence[str], environment: Mapping[str, str], parent: int) -> str:
-    """PURE. Returns how an agent is started again, and where its log is: a unit's parent is the system's manager."""
+def started_by(
+    argv: Sequence[str], environment: Mapping[str, str], parent: int, switched: str = "", file: str = ""
+) -> str:
+    """PURE. Returns how an agent is started again, and where its log is: a unit's parent is the system's manager.
+
+    `switched` is the mode that serves in place of the configured one. A `file` with the configuration overrules flags.
+    """
+    edit = f"set `mode: {switched}`, which served, in {file}, then " * bool(switched and file)
     if "KUBERNETES_SERVICE_HOST" in environment:
         look = "`kubectl -n kube-system get pods -l app.kubernetes.io/name=hybrid-proxy -o wide`"
         return f"kubelet starts it again; {look} and `kubectl -n kube-system logs ds/hybrid-proxy` say why not"
     if parent == 1 and "INVOCATION_ID" in environment:
-        return "`systemctl start hybrid-proxy`; `journalctl -u hybrid-proxy` says why it ended"
-    return f"start it as it was: `{shlex.join(argv)}`"
+        first = f"set `--proxy-mode {switched}`, which served, in its unit, then " * bool(switched and not file)
+        return f"{first or edit}`systemctl start hybrid-proxy`; `journalctl -u hybrid-proxy` says why it ended"
+    if edit:
+        return f"{edit}`{shlex.join(argv)}`"
+    return f"start it as it was: `{shlex.join([*argv, *['--proxy-mode', switched] * bool(switched)])}`"
 
 
 def memory_path(asked: str) -> Path:
@@ -140,10 +152,24 @@ def recall(path: Path) -> Memory | None:
     return memory if (memory.version, memory.namespace) == (VERSION, netns_number()) else None
 
 
+def refused(asked: str, why: str, argv: Sequence[str]) -> None:
+    """Note that an agent did not start for its configuration, unless one runs."""
+    memory = recall(path := memory_path(asked))
+    if memory is not None and born(memory.pid) != memory.born:
+        ended = Ended(time.time(), why, [*argv])
+        memory = msgspec.structs.replace(memory, pid=os.getpid(), born=born(os.getpid()), ended=ended)
+        with contextlib.suppress(OSError):
+            write(path, msgspec.json.encode(memory))
+
+
 def how_it_ended(path: Path, memory: Memory) -> Gone:
     """Finds out since when an unresponsive agent is gone, and why, as far as possible."""
-    if memory.ended is not None:
-        return Gone(memory.pid, memory.started, memory.ended.time, exact=True, why=memory.ended.why, again=memory.again)
+    if (ended := memory.ended) is not None:
+        why, again = ended.why, memory.again
+        if ended.refused:  # the same command would be refused again
+            why = f"its start was refused: {why}"
+            again = f"mend that, {'then' if ended.refused == memory.argv else 'or'} {again}"
+        return Gone(memory.pid, memory.started, ended.time, exact=True, why=why, again=again)
     try:
         last = path.stat().st_mtime  # it touches the file once a second
     except OSError:

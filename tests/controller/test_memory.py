@@ -71,6 +71,29 @@ def test_an_agent_is_started_again_as_it_was_started(environment: dict[str, str]
     assert m.started_by(["hybrid-proxy", "run", "--node-name", "a b"], environment, parent).startswith(said)
 
 
+@pytest.mark.parametrize(
+    ("environment", "file", "said"),
+    [
+        ({}, "", "`hybrid-proxy run --proxy-mode nftables`"),
+        ({}, "/etc/a.conf", "set `mode: nftables`, which served, in /etc/a.conf, then `hybrid-proxy run`"),
+        ({"INVOCATION_ID": "1"}, "", "set `--proxy-mode nftables`, which served, in its unit, then `systemctl start "),
+        ({"INVOCATION_ID": "1"}, "/etc/a.conf", "set `mode: nftables`, which served, in /etc/a.conf, then `systemctl"),
+    ],
+)
+def test_after_a_switch_it_is_started_in_the_mode_that_served(
+    environment: dict[str, str], file: str, said: str
+) -> None:
+    assert said in m.started_by(["hybrid-proxy", "run"], environment, 1, "nftables", file)
+
+
+@pytest.mark.parametrize(("argv", "word"), [(["run"], "then"), (["run", "--strict-mode"], "or")])
+def test_a_start_that_was_refused_says_why_before_how_to_start_it(tmp_path: Path, argv: list[str], word: str) -> None:
+    path = tmp_path / "admin.memory"
+    gone = m.how_it_ended(path, left(path, argv=["run"], ended=m.Ended(NOW, "no such mode", argv)))
+    assert gone.why.endswith("refused: no such mode")
+    assert gone.again == f"mend that, {word} `systemctl start hybrid-proxy`"
+
+
 def test_an_agent_without_last_words_ended_when_it_touched_the_file_last(tmp_path: Path) -> None:
     path = tmp_path / "admin.memory"
     known = left(path)

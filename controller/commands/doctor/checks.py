@@ -207,6 +207,8 @@ def _without_agent(facts: NodeFacts) -> Finding:
     if facts.unread:
         what = f"what is programmed cannot be read: {facts.unread}"
     text, todo = f"no agent runs: {what}", f"{facts.again or f'start it, and {READ_LOG}'} ({facts.no_agent})"
+    if facts.refused:
+        text, todo = f"no agent runs: {facts.refused}; {what}", facts.again
     if facts.starting:
         text, todo = f"the agent is starting ({facts.starting}): {what}", "ask again in some seconds"
     elif facts.denied:

@@ -85,6 +85,7 @@ class NodeFacts(msgspec.Struct, kw_only=True, frozen=True):
     agent: AgentStatus | None = None
     no_agent: str = ""  # why none answers, and since when
     again: str = ""  # how to start it again
+    refused: str = ""  # why the last start was
     unasked: bool = False  # it may run: the question failed in another way
     denied: bool = False  # it was asked without the rights of root, which it takes
     hung: tuple[str, str] | None = None  # that an agent does not answer, with its process's state, and what to do

@@ -19,7 +19,7 @@ from hybrid_proxy.controller.commands.views import Agent, Programmed, frontends,
 from hybrid_proxy.controller.errors import ControllerError
 from hybrid_proxy.controller.semantics.history import CUT, GONE
 from hybrid_proxy.controller.serving.admin import BusyError, NoAgentError, StartingError
-from hybrid_proxy.controller.serving.memory import memory_path, recall
+from hybrid_proxy.controller.serving.memory import how_it_ended, memory_path, recall
 from hybrid_proxy.controller.serving.protocol import AgentStatus
 from hybrid_proxy.dataplane.errors import DataplaneError
 from hybrid_proxy.dataplane.firewall_rules import taken
@@ -66,14 +66,16 @@ def at_node(asked: Agent, cgroup: str | None) -> Node:
     routed = (each for each in interfaces.interfaces if each.peer_elsewhere or each.default_route)
     ways = [each.name for each in routed if not each.master]
     pods, views = namespaces.pods() if agent and agent.down else (), here.views if here else ()
-    memory = recall(memory_path(asked.admin_socket)) if error else None
+    memory = recall(path := memory_path(asked.admin_socket)) if error else None
+    gone = how_it_ended(path, memory) if memory else None
     lacking = (row for row in rows if not row.backends and row.frontends)
     idle = [(row.name or row.frontends[0], row.frontends[0].startswith("[")) for row in lacking]
     facts = NodeFacts(
         now=time.time(),
         agent=agent,
         no_agent=(here.note if here and here.note else str(error)) if error else "",
-        again=memory.again if memory else "",
+        again=gone.again if gone else "",
+        refused=gone.why if gone and memory and memory.ended and memory.ended.refused else "",
         unasked=error is not None and not isinstance(error, NoAgentError),
         denied=denied,
         hung=(error.who, error.todo) if isinstance(error, BusyError) else None,

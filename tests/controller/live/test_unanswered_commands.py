@@ -168,3 +168,18 @@ def test_status_says_that_an_agent_hangs_before_a_person_gives_up(
         assert cli.main(["status", "--admin-socket", str(path), "--pin-root", str(tmp_path)]) == 1
     assert f"the agent does not answer; its process {os.getpid()} is" in " ".join(capsys.readouterr().out.split())
     assert time.monotonic() - begun < answer_seconds(GetStatus()), "it waited once, and no longer than it may"
+
+
+@pytest.mark.parametrize("flags", [("--cluster-cidr", "nonsense"), ("--kubeconfig", "/nowhere")], ids=["flag", "file"])
+def test_after_a_refused_start_the_reason_and_what_served_are_named(dead: Agent, flags: tuple[str, str]) -> None:
+    served = " ".join(dead.argv[1:])
+    refused = dead.command("run", *flags)
+    status = json.loads(dead.command("status", "-o", "json").stdout)
+    (found,) = (each for each in json.loads(dead.command("doctor", "-o", "json").stdout)["findings"]
+                if each["cause"] == "no-agent")  # fmt: skip
+    assert refused.returncode, refused.stderr
+    assert flags[1] in status["gone"]["why"]
+    assert flags[1] in found["text"]
+    for again in (status["gone"]["again"], found["todo"]):
+        assert again.startswith("mend that, or ")
+        assert served in again
