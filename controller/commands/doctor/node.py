@@ -67,15 +67,15 @@ def at_node(asked: Agent, cgroup: str | None) -> Node:
     ways = [each.name for each in routed if not each.master]
     pods, views = namespaces.pods() if agent and agent.down else (), here.views if here else ()
     memory = recall(path := memory_path(asked.admin_socket)) if error else None
-    gone = how_it_ended(path, memory) if memory else None
+    end = how_it_ended(path, memory) if memory else None
     lacking = (row for row in rows if not row.backends and row.frontends)
     idle = [(row.name or row.frontends[0], row.frontends[0].startswith("[")) for row in lacking]
     facts = NodeFacts(
         now=time.time(),
         agent=agent,
         no_agent=(here.note if here and here.note else str(error)) if error else "",
-        again=gone.again if gone else "",
-        refused=gone.why if gone and memory and memory.ended and memory.ended.refused else "",
+        again=end.again if end else "",
+        refused=end.why if end and memory and memory.ended and memory.ended.refused else "",
         unasked=error is not None and not isinstance(error, NoAgentError),
         denied=denied,
         hung=(error.who, error.todo) if isinstance(error, BusyError) else None,
