@@ -28,6 +28,7 @@ from hybrid_proxy.dataplane.mode import Options, Programmer, RequestMaintenance,
 from hybrid_proxy.dataplane.reports import Status, Unprogrammed
 from hybrid_proxy.dataplane.stale import Gone, Judge, Place, Socket, gone_endpoints, new_places
 from hybrid_proxy.dataplane.table import EMPTY, Entry, EntryKey, NodeNetwork, Protocol, ServiceTable, family_of
+from hybrid_proxy.dataplane.unmet import Unmet
 
 log = logging.getLogger(__name__)
 
@@ -81,6 +82,7 @@ class NetfilterMode(Programmer):
     """
 
     writes: str  # what a sync writes, for messages
+    _unmet: Unmet
     needs_sources = True  # its packets to loopback addresses would keep their source: see dataplane.localhost
 
     def __init__(self, options: Options, request_maintenance: RequestMaintenance) -> None:
@@ -223,7 +225,7 @@ class NetfilterMode(Programmer):
 
     def warnings(self) -> list[str]:
         """Returns what the table asks for and this mode does not do."""
-        raise NotImplementedError
+        return self._unmet.warnings(self.table)
 
     def counters(self) -> dict[str, int]:
         served = self._localhost.counters() if self._localhost is not None else {}

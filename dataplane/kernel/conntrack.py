@@ -374,16 +374,12 @@ def entries_of(connections: Iterable[Connection]) -> dict[Connection, bytes]:
     for each in connections:
         ends = (each.client, each.client_port, each.address, each.port, each.backend, each.backend_port)
         wanted.setdefault((each.family, each.protocol), {})[ends] = each
-    found = {}
-    for (family, protocol), by_ends in wanted.items():
-        for entry in dump(family, protocol):
-            ends = (
-                entry.source, entry.source_port, entry.destination, entry.destination_port, entry.answerer,
-                entry.answerer_port,
-            )  # fmt: skip
-            if ends in by_ends and _state(entry) != "closed":
-                found[by_ends[ends]] = entry.body
-    return found
+    return {
+        by_ends[entry[1:7]]: entry.body
+        for (family, protocol), by_ends in wanted.items()
+        for entry in dump(family, protocol)
+        if entry[1:7] in by_ends and _state(entry) != "closed"
+    }
 
 
 def translated_entries(

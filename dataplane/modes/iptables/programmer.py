@@ -182,7 +182,7 @@ class Iptables(TranslatingMode):
     # Status
 
     def warnings(self) -> list[str]:
-        messages = self._unmet.warnings(self.table)
+        messages = super().warnings()
         sticky = [entry for entry in self.table.entries() if entry.affinity_seconds]
         forgetful = sum(1 for entry in sticky if entry.family in self.able and not self.able[entry.family].remembers)
         if forgetful:

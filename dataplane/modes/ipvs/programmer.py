@@ -257,7 +257,7 @@ class Ipvs(NetfilterMode):
 
     def warnings(self) -> list[str]:
         entries = list(self.table.entries())
-        messages = self._unmet.warnings(self.table)
+        messages = super().warnings()
         for algorithm in sorted(name for name, works in self.needs.schedulers.items() if not works):
             who = [entry.name for entry in entries if self.needs.asked(entry) == algorithm]
             if who:

@@ -123,10 +123,8 @@ class Nftables(TranslatingMode):
             if contents is not None:
                 if not self._programmed:
                     self.adopted = True
-                    self._former = [
-                        *self._former,
-                        *(key for space in SPACES for key in map(_frontend, contents.get(space, ()))),
-                    ]
+                    read = [_frontend(key) for space in SPACES for key in contents.get(space, ())]
+                    self._former = [*self._former, *read]
                 return plan, plan.adopt(services, Installed(skeleton, contents))
         raise SyncError(f"table {family.name} {TABLE} changes while it is read")
 
@@ -160,11 +158,8 @@ class Nftables(TranslatingMode):
 
     def _as_built(self) -> bool:
         """True if chains, rules and sets are as wanted; elements are not compared."""
-        for family in FAMILIES.values():
-            skeleton, plan = self._kernel.skeleton(family), self._plans[family.version]
-            if skeleton is None or plan.irreparable(skeleton) or plan.ruleset().repair(skeleton):
-                return False
-        return True
+        work = self._skeleton_repair()
+        return len(work) == len(FAMILIES) and not any(operations for _, operations in work)
 
     def _repair(self) -> None:
         """Write what differs: first rules and chains, which is quick, then elements, for which all must be read."""
@@ -221,9 +216,6 @@ class Nftables(TranslatingMode):
             self._plans[family.version].forget(picks)
 
     # Status
-
-    def warnings(self) -> list[str]:
-        return self._unmet.warnings(self.table)
 
     def status(self) -> Status:
         return self._status(

@@ -308,7 +308,7 @@ class Userspace(NetfilterMode):
             "a client is connected before its backend: where no backend can be reached it sees a reset, not a refusal",
             "connections in flight end when the relay's process ends",
         ]
-        warnings += self._unmet.warnings(self.table)
+        warnings += super().warnings()
         if len(self._addresses.kept) < len(FAMILIES):
             warnings.append("client addresses cannot be kept here: backends see the node's address")
         return warnings
