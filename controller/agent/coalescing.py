@@ -8,17 +8,7 @@ from __future__ import annotations
 
 from typing import Final, NamedTuple
 
-from hybrid_proxy.controller.kubernetes.model import (
-    EndpointSlice,
-    Event,
-    Problem,
-    Removed,
-    Replaced,
-    Superseded,
-    Upserted,
-    key_of,
-    kind_of,
-)
+from hybrid_proxy.controller.kubernetes import model
 
 MAX_SUPERSEDED: Final = 10_000  # superseded changes whose arrival is remembered; of more than that, the first ones
 
@@ -28,8 +18,8 @@ _Key = tuple[str, ...]
 class QueuedEvent(NamedTuple):
     """An event, and the changes that it superseded."""
 
-    event: Event
-    superseded: tuple[Superseded, ...] = ()
+    event: model.Event
+    superseded: tuple[model.Superseded, ...] = ()
 
 
 class PendingEvents:
@@ -42,21 +32,21 @@ class PendingEvents:
     def __len__(self) -> int:
         return len(self._events)
 
-    def accepts(self, event: Event, capacity: int) -> bool:
+    def accepts(self, event: model.Event, capacity: int) -> bool:
         """True if this event can be queued before the events that are here were taken.
 
         A full queue accepts only what supersedes another event. A list that keeps objects which it does not contain
         never supersedes an earlier list: that one may hold their last good versions.
         """
         supersedes = _key(event) in self._events
-        if isinstance(event, Replaced) and event.kept:
+        if isinstance(event, model.Replaced) and event.kept:
             return not supersedes
         return supersedes or len(self._events) < capacity
 
-    def put(self, event: Event) -> None:
+    def put(self, event: model.Event) -> None:
         """Queue an event, which was accepted, behind all others."""
-        superseded: list[Superseded] = []
-        if isinstance(event, Replaced):  # a complete list, except for the objects that it keeps
+        superseded: list[model.Superseded] = []
+        if isinstance(event, model.Replaced):  # a complete list, except for the objects that it keeps
             kind, kept = event.kind, event.kept
             for key in [key for key in self._events if key[0] == kind and key[1] not in kept]:
                 self._supersede(key, superseded)
@@ -74,29 +64,29 @@ class PendingEvents:
         self._superseded = 0
         return taken
 
-    def _supersede(self, key: _Key, superseded: list[Superseded]) -> None:
+    def _supersede(self, key: _Key, superseded: list[model.Superseded]) -> None:
         event, older = self._events.pop(key)
         self._superseded -= len(older)
         superseded += older
-        if isinstance(event, Upserted | Removed):
+        if isinstance(event, model.Upserted | model.Removed):
             superseded.append(_summary(event))
 
 
-def _key(event: Event) -> _Key:
+def _key(event: model.Event) -> _Key:
     match event:
-        case Upserted():
-            return kind_of(event.object), key_of(event.object)
-        case Removed():
+        case model.Upserted():
+            return model.kind_of(event.object), model.key_of(event.object)
+        case model.Removed():
             return event.kind, event.key
-        case Replaced():
+        case model.Replaced():
             return event.kind, ""
-        case Problem():
+        case model.Problem():
             return "Problem", event.kind, event.key
     return ("SourceState",)
 
 
-def _summary(event: Upserted | Removed) -> Superseded:
-    if isinstance(event, Removed):
-        return Superseded(event.received)
-    family = event.object.family if isinstance(event.object, EndpointSlice) else 0
-    return Superseded(event.received, family, event.triggered)
+def _summary(event: model.Upserted | model.Removed) -> model.Superseded:
+    if isinstance(event, model.Removed):
+        return model.Superseded(event.received)
+    family = event.object.family if isinstance(event.object, model.EndpointSlice) else 0
+    return model.Superseded(event.received, family, event.triggered)

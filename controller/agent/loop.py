@@ -38,20 +38,12 @@ from hybrid_proxy.controller.kubernetes.events import Recorder
 from hybrid_proxy.controller.kubernetes.model import Replaced
 from hybrid_proxy.controller.semantics.cluster import Cluster
 from hybrid_proxy.controller.semantics.node import Routes
+from hybrid_proxy.controller.serving import protocol as p
 from hybrid_proxy.controller.serving.admin import Server, socket_path
 from hybrid_proxy.controller.serving.counters import Counters
 from hybrid_proxy.controller.serving.health import Health
 from hybrid_proxy.controller.serving.http_handlers import HttpHandlers
 from hybrid_proxy.controller.serving.memory import changes_path, how_it_ended, kept_path, memory_path, recall
-from hybrid_proxy.controller.serving.protocol import (
-    Answer,
-    FindIgnored,
-    ModeStatus,
-    Request,
-    StartingAnswer,
-    Switch,
-    SwitchAnswer,
-)
 from hybrid_proxy.controller.settings.config import Config, Loaded, available_modes, needs_reopening
 from hybrid_proxy.dataplane.errors import DataplaneError, Unsupported
 from hybrid_proxy.dataplane.kernel import conntrack, sysctl
@@ -253,10 +245,10 @@ class Agent:
             self.history.record("repair", f"somebody removed {former.path}: made again")
             log.warning("somebody removed %s: made again", former.path)
 
-    def _ask(self, request: Request) -> Answer:
+    def _ask(self, request: p.Request) -> p.Answer:
         if part := self._busy_with:
-            return StartingAnswer(os.getpid(), part, time.monotonic() - self.syncer.started)
-        if isinstance(request, FindIgnored):
+            return p.StartingAnswer(os.getpid(), part, time.monotonic() - self.syncer.started)
+        if isinstance(request, p.FindIgnored):
             return ignored(self.source, request.service)
         return ask(lambda query: self.queue.put(partial(self.answers.answer, query)), request)
 
@@ -398,7 +390,7 @@ class Agent:
 
     # The mode and the configuration
 
-    def _mode_opened(self, choice: ModeStatus) -> None:
+    def _mode_opened(self, choice: p.ModeStatus) -> None:
         self.notebook.opened = True
         self.http.mode = self.other_proxies.mode = choice.effective
         if self.syncer.ready_seconds is None:
@@ -430,7 +422,7 @@ class Agent:
         if not self.syncer.waits:
             self.history.word = ""  # no table follows from it
 
-    def _switch(self, mode: str | None) -> SwitchAnswer:
+    def _switch(self, mode: str | None) -> p.SwitchAnswer:
         """Open another mode, None: the one before the last switch. It serves until the configured mode is another one.
 
         Raises:
@@ -446,8 +438,8 @@ class Agent:
         if (error := self._apply(replace(self.config, mode=mode))) is not None:
             self._go_on_as_before()
             raise ControllerError(f"mode {mode} cannot serve, and {before} does: {error}")
-        self.mode.switched = Switch(configured, mode, time.time()) if mode != configured else None
-        return SwitchAnswer(before, mode)
+        self.mode.switched = p.Switch(configured, mode, time.time()) if mode != configured else None
+        return p.SwitchAnswer(before, mode)
 
     def _check_switch(self, mode: str) -> None:
         """See whether another mode could serve, as far as that is known without opening it.

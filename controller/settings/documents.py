@@ -15,22 +15,7 @@ from typing import Annotated, Any, Final, NamedTuple, get_args, get_origin
 import msgspec
 
 from hybrid_proxy.controller.semantics.entries import DetectLocalMode, Settings
-from hybrid_proxy.controller.settings.forms import (
-    ADDRESS,
-    ADDRESSES,
-    ANYTHING,
-    CIDR_PAIR,
-    GATES,
-    INTERFACE,
-    LABEL,
-    LISTEN,
-    NAMESPACES,
-    NODE_NAME,
-    NODE_PORT_ADDRESSES,
-    NUMBER,
-    Endpoint,
-    known,
-)
+from hybrid_proxy.controller.settings import forms
 from hybrid_proxy.dataplane.balancing import CHOICES
 from hybrid_proxy.dataplane.options import EbpfOptions, FlowTimeouts, IpvsOptions, Options, of_ipvs, of_nftables
 from hybrid_proxy.dataplane.settings import (
@@ -124,8 +109,8 @@ class ClientConnection(Section, frozen=True):
         "Content type of requests", TEXT, "kube-api-content-type", RESTART, unused=_JSON, harmless=_ACCEPTED, zero=True
     )] = "application/vnd.kubernetes.protobuf"
     qps: Annotated[float, define(
-        "Requests to the API server per second; all pages of one list count as one request", NUMBER, "kube-api-qps",
-        RESTART, zero=True
+        "Requests to the API server per second; all pages of one list count as one request", forms.NUMBER,
+        "kube-api-qps", RESTART, zero=True
     )] = 5.0
     burst: Annotated[int, define(
         "Requests that may be sent at once", integer(), "kube-api-burst", RESTART, zero=True
@@ -135,14 +120,14 @@ class ClientConnection(Section, frozen=True):
 class JsonOptions(Section, frozen=True):
     split_stream: Annotated[bool, define("Info to stdout", BOOLEAN, "log-json-split-stream", unused=_STDERR)] = False
     info_buffer_size: Annotated[Any, define(
-        "Bytes", ANYTHING, "log-json-info-buffer-size", unused=_STDERR, zero=True
+        "Bytes", forms.ANYTHING, "log-json-info-buffer-size", unused=_STDERR, zero=True
     )] = "0"
 
 
 class TextOptions(Section, frozen=True):
     split_stream: Annotated[bool, define("Info to stdout", BOOLEAN, "log-text-split-stream", unused=_STDERR)] = False
     info_buffer_size: Annotated[Any, define(
-        "Bytes", ANYTHING, "log-text-info-buffer-size", unused=_STDERR, zero=True
+        "Bytes", forms.ANYTHING, "log-text-info-buffer-size", unused=_STDERR, zero=True
     )] = "0"
 
 
@@ -166,7 +151,8 @@ class Logging(Section, frozen=True):
         "How much to log: 0 to 10, as kube-proxy's; from 4 on, every change", integer(), "v", group=LOG
     )] = 0
     vmodule: Annotated[Any, define(
-        "Other verbosities by source file", ANYTHING, "vmodule", unused="there are no levels by source file", zero=True
+        "Other verbosities by source file", forms.ANYTHING, "vmodule", unused="there are no levels by source file",
+        zero=True
     )] = msgspec.field(default_factory=list)
     options: LoggingOptions = LoggingOptions()
 
@@ -234,10 +220,10 @@ class DetectLocal(Section, frozen=True):
     """Names for detectLocalMode."""
 
     bridge_interface: Annotated[str, define(
-        "The pods' bridge, for BridgeInterface", INTERFACE, "pod-bridge-interface", REOPENS, THIS_NODE
+        "The pods' bridge, for BridgeInterface", forms.INTERFACE, "pod-bridge-interface", REOPENS, THIS_NODE
     )] = ""
     interface_name_prefix: Annotated[str, define(
-        "The prefix of pod interfaces' names, for InterfaceNamePrefix", INTERFACE._replace(metavar="PREFIX"),
+        "The prefix of pod interfaces' names, for InterfaceNamePrefix", forms.INTERFACE._replace(metavar="PREFIX"),
         "pod-interface-name-prefix", REOPENS, THIS_NODE
     )] = ""
 
@@ -289,26 +275,26 @@ class KubeProxyConfiguration(Section, frozen=True):
     feature_gates: Annotated[dict[str, bool], define(
         "`AllowServiceExternalIPs=false`: do not serve external IPs, which will be kube-proxy's default from 1.40 on "
         "(KEP-5707). Other gates have no meaning here; a warning "
-        "names them", GATES, "feature-gates"
+        "names them", forms.GATES, "feature-gates"
     )] = msgspec.field(default_factory=dict)
     client_connection: ClientConnection = ClientConnection()
     logging: Logging = Logging()
     hostname_override: Annotated[str, define(
-        "This node's name, as in its Node object (default: the host name in lower case)", NODE_NAME,
+        "This node's name, as in its Node object (default: the host name in lower case)", forms.NODE_NAME,
         "hostname-override", RESTART, THIS_NODE
     )] = ""
     bind_address: Annotated[str, define(
         "Use this as the node's IP instead of the Node object's; nothing is bound to it. With an IPv6 address, the "
-        "defaults of the next two are `[::]:10256` and `[::1]:10249`", ADDRESS, "bind-address", group=THIS_NODE,
+        "defaults of the next two are `[::]:10256` and `[::1]:10249`", forms.ADDRESS, "bind-address", group=THIS_NODE,
         help="use this as the node's IP instead of the Node object's; nothing is bound to it", zero=True
     )] = "0.0.0.0"  # noqa: S104 (kube-proxy's default)
-    healthz_bind_address: Annotated[Endpoint | None, define(
-        "Where health is served", LISTEN, "healthz-bind-address", group=SERVERS, zero=True, shown="0.0.0.0:10256",
+    healthz_bind_address: Annotated[forms.Endpoint | None, define(
+        "Where health is served", forms.LISTEN, "healthz-bind-address", group=SERVERS, zero=True, shown="0.0.0.0:10256",
         help="where health is served; empty: nowhere"
     )] = None
-    metrics_bind_address: Annotated[Endpoint | None, define(
-        "Where metrics are served", LISTEN, "metrics-bind-address", group=SERVERS, zero=True, shown="127.0.0.1:10249",
-        help="where metrics are served; empty: nowhere"
+    metrics_bind_address: Annotated[forms.Endpoint | None, define(
+        "Where metrics are served", forms.LISTEN, "metrics-bind-address", group=SERVERS, zero=True,
+        shown="127.0.0.1:10249", help="where metrics are served; empty: nowhere"
     )] = None
     bind_address_hard_fail: Annotated[bool, define(
         "Exit when health or metrics cannot be served there, instead of trying again", BOOLEAN,
@@ -333,17 +319,17 @@ class KubeProxyConfiguration(Section, frozen=True):
     winkernel: Winkernel = Winkernel()
     detect_local_mode: Annotated[DetectLocalMode, define(
         "How pods are recognized: by `ClusterCIDR`, `NodeCIDR`, `BridgeInterface` or `InterfaceNamePrefix`",
-        known(DetectLocalMode, "MODE"), "detect-local-mode", REOPENS, THIS_NODE, zero=True
+        forms.known(DetectLocalMode, "MODE"), "detect-local-mode", REOPENS, THIS_NODE, zero=True
     )] = _SETTINGS.detect
     detect_local: DetectLocal = DetectLocal()
     cluster_cidr: Annotated[tuple[str, ...], define(
-        "The pods' range, or one of each family with a comma; without it nothing is recognized as a pod", CIDR_PAIR,
-        "cluster-cidr", group=THIS_NODE
+        "The pods' range, or one of each family with a comma; without it nothing is recognized as a pod",
+        forms.CIDR_PAIR, "cluster-cidr", group=THIS_NODE
     )] = msgspec.field(default=(), name="clusterCIDR")
     node_port_addresses: Annotated[tuple[str, ...], define(
         "The node's addresses that serve node ports: CIDRs, `primary`, `all` and `localhost` (127.0.0.1 and ::1, for "
         "the node's own clients), in any combination (default: primary and localhost, in every mode)",
-        NODE_PORT_ADDRESSES, "nodeport-addresses",
+        forms.NODE_PORT_ADDRESSES, "nodeport-addresses",
         group=SERVICES
     )] = ()
     oom_score_adj: Annotated[int, define(
@@ -369,7 +355,7 @@ class ExternalIPs(Section, frozen=True):
         "external-ips-cidrs", group=SERVICES
     )] = msgspec.field(default=_SETTINGS.external_ip_cidrs, name="allowedCIDRs")
     allowed_namespaces: Annotated[tuple[str, ...], define(
-        "Serve external IPs of Services in these namespaces only. Empty: in all", NAMESPACES,
+        "Serve external IPs of Services in these namespaces only. Empty: in all", forms.NAMESPACES,
         "external-ips-namespaces", group=SERVICES
     )] = _SETTINGS.external_ip_namespaces
 
@@ -395,7 +381,7 @@ class HybridProxyConfiguration(Section, frozen=True):
     service_proxy_name: Annotated[str, define(
         "Serve only Services whose label `service.kubernetes.io/service-proxy-name` has this value, beside a "
         "kube-proxy, which serves those without the label. Empty: serve those without the label",
-        LABEL, "service-proxy-name", RESTART, SERVICES
+        forms.LABEL, "service-proxy-name", RESTART, SERVICES
     )] = ""
     external_ips: ExternalIPs = msgspec.field(default=ExternalIPs(), name="externalIPs")
     reset_gone_backends: Annotated[bool, define(
@@ -408,7 +394,7 @@ class HybridProxyConfiguration(Section, frozen=True):
     )] = ""
     node_addresses: Annotated[tuple[str, ...], define(
         "All addresses on the node's interfaces (default: `run` reads the interfaces, `explain` uses the Node "
-        "object's)", ADDRESSES, "node-addresses", RESTART, THIS_NODE
+        "object's)", forms.ADDRESSES, "node-addresses", RESTART, THIS_NODE
     )] = ()
     admin_socket: Annotated[str, define(
         "Where the agent listens for commands", TEXT._replace(metavar="PATH"), "admin-socket", RESTART, SERVERS

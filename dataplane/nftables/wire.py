@@ -13,22 +13,10 @@ from hybrid_proxy.dataplane.kernel.netlink import NLM_F_APPEND, NLM_F_CREATE, at
 from hybrid_proxy.dataplane.kernel.netlink import attributes as each_attribute
 from hybrid_proxy.dataplane.kernel.nfnetlink import NFPROTO, Message, Nfnetlink, NftablesError, attributes, number
 from hybrid_proxy.dataplane.nftables import operations as op
+from hybrid_proxy.dataplane.nftables import schema
 from hybrid_proxy.dataplane.nftables import uapi as nf
 from hybrid_proxy.dataplane.nftables.codec import Codec, cidr_between
 from hybrid_proxy.dataplane.nftables.expressions import FAMILIES, Attributes, ChainName, Family, Rule, Verdict
-from hybrid_proxy.dataplane.nftables.schema import (
-    RANGE,
-    VERDICT,
-    Chain,
-    Element,
-    Hook,
-    Key,
-    Set,
-    Shape,
-    Value,
-    length,
-    width,
-)
 
 ELEMENTS_ROOM: Final = 60_000  # bytes
 NEEDS: Final = "Linux 5.10 or newer with nf_tables, NAT, numgen, fib, reject and conntrack"
@@ -49,7 +37,7 @@ class Kernel:
     """
 
     def __init__(
-        self, table: str, sets: Mapping[str, Set] | None = None, chain_named: Callable[[str], ChainName] = str
+        self, table: str, sets: Mapping[str, schema.Set] | None = None, chain_named: Callable[[str], ChainName] = str
     ) -> None:
         self._table = table
         self._sets = sets or {}
@@ -121,10 +109,10 @@ class Kernel:
                 for body in _chunks(name, (nested(nf.NFTA_LIST_ELEM, encode(key)) for key in keys)):
                     yield message(nf.NFT_MSG_DELSETELEM, 0, body, f"to delete elements of {name}")
 
-    def _new_elements(self, family: Family, name: str, elements: Sequence[Element]) -> Iterator[bytes]:
+    def _new_elements(self, family: Family, name: str, elements: Sequence[schema.Element]) -> Iterator[bytes]:
         codec = self._codecs[family.version]
         encode = _key_encoder(codec, self._sets[name])
-        values: dict[Value, bytes] = {}
+        values: dict[schema.Value, bytes] = {}
         for element in elements:
             parts = encode(element.key)
             value = element.value
@@ -160,18 +148,18 @@ class Kernel:
                 return None
             raise
 
-    def _read_sets(self, protocol: int) -> Iterator[tuple[str, Shape]]:
+    def _read_sets(self, protocol: int) -> Iterator[tuple[str, schema.Shape]]:
         question = string(nf.NFTA_SET_TABLE, self._table)
         for body in self._netlink.dump(nf.NFT_MSG_GETSET, protocol, question):
             found = attributes(body)
-            shape = Shape(
+            shape = schema.Shape(
                 _integer(found.get(nf.NFTA_SET_FLAGS, b"")), _integer(found[nf.NFTA_SET_KEY_TYPE]),
                 _integer(found[nf.NFTA_SET_KEY_LEN]), _integer(found.get(nf.NFTA_SET_DATA_TYPE, b"")),
                 _integer(found.get(nf.NFTA_SET_TIMEOUT, b"")) // 1000,
             )  # fmt: skip
             yield text(found[nf.NFTA_SET_NAME]), shape
 
-    def _read_chains(self, protocol: int) -> Iterator[tuple[str, Hook | None]]:
+    def _read_chains(self, protocol: int) -> Iterator[tuple[str, schema.Hook | None]]:
         """Chains of the table; None: no base chain."""
         for body in self._netlink.dump(nf.NFT_MSG_GETCHAIN, protocol):
             found = attributes(body)
@@ -180,7 +168,7 @@ class Kernel:
             hook = None
             if nf.NFTA_CHAIN_HOOK in found:
                 place = attributes(found[nf.NFTA_CHAIN_HOOK])
-                hook = Hook(
+                hook = schema.Hook(
                     _integer(place[nf.NFTA_HOOK_HOOKNUM]), _signed(place[nf.NFTA_HOOK_PRIORITY]),
                     text(found[nf.NFTA_CHAIN_TYPE]), _integer(found.get(nf.NFTA_CHAIN_POLICY, b"")),
                 )  # fmt: skip
@@ -196,7 +184,7 @@ class Kernel:
                 digests.setdefault(text(found[nf.NFTA_RULE_CHAIN]), []).append(digest)
         return {name: tuple(found) for name, found in digests.items()}
 
-    def contents(self, family: Family, name: str) -> dict[Key, tuple[Value, str]]:
+    def contents(self, family: Family, name: str) -> dict[schema.Key, tuple[schema.Value, str]]:
         """Read all elements of a set: key -> value and comment."""
         codec, wanted = self._codecs[family.version], self._sets[name]
         decode, value_of = codec.decoder(wanted.key), self._value_reader(codec, wanted)
@@ -217,14 +205,14 @@ class Kernel:
                 contents[key] = (value, comment)
         return contents
 
-    def _value_reader(self, codec: Codec, wanted: Set) -> Callable[[bytes], Value]:
-        known: dict[bytes, Value] = {}
+    def _value_reader(self, codec: Codec, wanted: schema.Set) -> Callable[[bytes], schema.Value]:
+        known: dict[bytes, schema.Value] = {}
         decode = codec.decoder(wanted.data)
 
-        def read(data: bytes) -> Value:
+        def read(data: bytes) -> schema.Value:
             found = known.get(data)
             if found is None:
-                if wanted.data == (VERDICT,):
+                if wanted.data == (schema.VERDICT,):
                     found = self._verdict(attributes(attributes(data)[nf.NFTA_DATA_VERDICT]))
                 else:
                     value = decode(_only_value(data))
@@ -251,7 +239,7 @@ class Kernel:
         return counters
 
 
-def missing(table: str, sets: Mapping[str, Set], work: Iterable[op.Work]) -> str | None:
+def missing(table: str, sets: Mapping[str, schema.Set], work: Iterable[op.Work]) -> str | None:
     """Test whether the kernel accepts these operations in a temporary table of that name.
 
     Each family's operations are one transaction that deletes the table again: nothing of it ever takes effect.
@@ -309,7 +297,7 @@ def _attributes(values: Attributes) -> bytes:
     return b"".join(_attribute(kind, value) for kind, value in values)
 
 
-def _set(family: Family, wanted: Set, set_id: int) -> bytes:
+def _set(family: Family, wanted: schema.Set, set_id: int) -> bytes:
     shape = wanted.shape(family)
     parts = [
         string(nf.NFTA_SET_NAME, wanted.name), number(nf.NFTA_SET_FLAGS, shape.flags),
@@ -318,19 +306,20 @@ def _set(family: Family, wanted: Set, set_id: int) -> bytes:
     ]  # fmt: skip
     if wanted.data:
         parts.append(number(nf.NFTA_SET_DATA_TYPE, shape.data_type))
-        parts.append(number(nf.NFTA_SET_DATA_LEN, length(family, wanted.data)))
+        parts.append(number(nf.NFTA_SET_DATA_LEN, schema.length(family, wanted.data)))
     if wanted.seconds:
         parts.append(nested(nf.NFTA_SET_DESC, number(nf.NFTA_SET_DESC_SIZE, wanted.size)))
         parts.append(attribute(nf.NFTA_SET_TIMEOUT, (1000 * wanted.seconds).to_bytes(8, "big")))
-    elif RANGE in wanted.key:
+    elif schema.RANGE in wanted.key:
         widths = (
-            nested(nf.NFTA_LIST_ELEM, number(nf.NFTA_SET_FIELD_LEN, width(family, field))) for field in wanted.key
+            nested(nf.NFTA_LIST_ELEM, number(nf.NFTA_SET_FIELD_LEN, schema.width(family, field)))
+            for field in wanted.key
         )
         parts.append(nested(nf.NFTA_SET_DESC, nested(nf.NFTA_SET_DESC_CONCAT, *widths)))
     return b"".join(parts)
 
 
-def _chain(chain: Chain) -> bytes:
+def _chain(chain: schema.Chain) -> bytes:
     body = string(nf.NFTA_CHAIN_NAME, chain.name)
     if chain.hook is None:
         return body
@@ -354,11 +343,11 @@ def _rule(chain: str, rule: Rule) -> bytes:
     return string(nf.NFTA_RULE_CHAIN, chain) + nested(nf.NFTA_RULE_EXPRESSIONS, *expressions) + data
 
 
-def _key_encoder(codec: Codec, wanted: Set) -> Callable[[Key], bytes]:
+def _key_encoder(codec: Codec, wanted: schema.Set) -> Callable[[schema.Key], bytes]:
     """Key -> the attributes of an element that hold it."""
-    if RANGE in wanted.key:
+    if schema.RANGE in wanted.key:
 
-        def ends(key: Key) -> bytes:
+        def ends(key: schema.Key) -> bytes:
             first, last = codec.range_ends(wanted.key, key)
             start = nested(nf.NFTA_SET_ELEM_KEY, attribute(nf.NFTA_DATA_VALUE, first))
             return start + nested(nf.NFTA_SET_ELEM_KEY_END, attribute(nf.NFTA_DATA_VALUE, last))

@@ -19,19 +19,8 @@ from hybrid_proxy.controller.commands.doctor.way import astray, link_of, listeni
 from hybrid_proxy.controller.commands.names import Asked, checked
 from hybrid_proxy.controller.errors import ControllerError
 from hybrid_proxy.controller.semantics.explain import Packet, Verdict
+from hybrid_proxy.controller.serving import protocol as p
 from hybrid_proxy.controller.serving.admin import ask
-from hybrid_proxy.controller.serving.protocol import (
-    NO_EVENT,
-    EventsAnswer,
-    ExplainAnswers,
-    FindIgnored,
-    GetEvents,
-    GetTable,
-    IgnoredAnswer,
-    RunExplain,
-    TableAnswer,
-    TablePort,
-)
 from hybrid_proxy.dataplane.errors import DataplaneError
 from hybrid_proxy.dataplane.firewall_rules import counted
 from hybrid_proxy.dataplane.kernel import links, namespaces
@@ -105,7 +94,7 @@ def _with_connections(args: argparse.Namespace, services: Sequence[ServiceFacts]
     ends = set().union(*backends)
     taking_part = [pod for pod in pods if pod in clients or not ends.isdisjoint(pod.addresses)]
     before = {pod: link_of(pod, own, interfaces) for pod in taking_part if attempts}
-    before_all = _events(args.admin_socket, NO_EVENT) if node.facts.agent and attempts else None
+    before_all = _events(args.admin_socket, p.NO_EVENT) if node.facts.agent and attempts else None
     guarded = list(dict.fromkeys((*clients, *taking_part)))[:MOST_BACKENDS]
     rules, rules_unknown = rules_here(guarded, source) if attempts else ((), "")
     tried = try_all(list(attempts), args.timeout) if attempts else {}
@@ -168,16 +157,16 @@ def _objects(args: argparse.Namespace, packet: Packet | None, node: Node) -> Ser
     answer, verdicts, ignored = None, list[Verdict](), dict[str, str]()
     if node.facts.agent is not None:
         with contextlib.suppress(ControllerError):
-            answer = ask(args.admin_socket, GetTable(name, [packet] if packet else []), TableAnswer)
+            answer = ask(args.admin_socket, p.GetTable(name, [packet] if packet else []), p.TableAnswer)
             verdicts = answer.verdicts
             broken = any(problem.kind == "File" for problem in node.facts.agent.problems)
             if name and (broken or not answer.ports):
-                ignored = ask(args.admin_socket, FindIgnored(name.partition(":")[0]), IgnoredAnswer).services
+                ignored = ask(args.admin_socket, p.FindIgnored(name.partition(":")[0]), p.IgnoredAnswer).services
             if name and args.source:
                 asked_of = [port for port in answer.ports if port.family == family_of(args.source)]
                 pairs = [(port, at) for port in asked_of for at in places(port, answer.node_ports_at)]
                 packets = [_packet_to(args.source, port, *at) for port, at in pairs]
-                verdicts = ask(args.admin_socket, GetTable(None, packets), TableAnswer).verdicts
+                verdicts = ask(args.admin_socket, p.GetTable(None, packets), p.TableAnswer).verdicts
     if packet is not None and verdicts:
         name = verdicts[0].service
     rows = [row for row in node.rows if _is_meant(row, name, packet)]
@@ -189,7 +178,7 @@ def _objects(args: argparse.Namespace, packet: Packet | None, node: Node) -> Ser
         ports, services = answer.ports, answer.services
     return ServiceFacts(
         asked=asked,
-        table=answer or TableAnswer([], [], []),
+        table=answer or p.TableAnswer([], [], []),
         name=name,
         packet=packet,
         services=tuple(services),
@@ -201,7 +190,7 @@ def _objects(args: argparse.Namespace, packet: Packet | None, node: Node) -> Ser
     )
 
 
-def _packet_to(source: str, port: TablePort, address: str, number: int) -> Packet:
+def _packet_to(source: str, port: p.TablePort, address: str, number: int) -> Packet:
     return Packet(socket_text(address, number), str(ip_address(source)), address, number, port.protocol.lower())
 
 
@@ -224,7 +213,7 @@ def _backends(node: Node, rows: Sequence[ServiceRow], name: str | None) -> tuple
     return tuple(row for row in found if belongs(row.service, name or "-") or row.service_id in numbers)
 
 
-def _port_of(row: ServiceRow, backends: Iterable[BackendRow]) -> TablePort:
+def _port_of(row: ServiceRow, backends: Iterable[BackendRow]) -> p.TablePort:
     """A service port as its rows tell; what they lack is taken as the commonest case."""
     pairs = [_pair(text) for text in row.frontends if not text.startswith("node port")]
     six = any(family_of(address) == 6 for address, _ in pairs)
@@ -236,7 +225,7 @@ def _port_of(row: ServiceRow, backends: Iterable[BackendRow]) -> TablePort:
     ]  # fmt: skip
     frontends = tuple(Frontend(Kind.CLUSTER_IP, address, port, 0, 0) for address, port in pairs)
     whole = BackendSet(tuple(mine), why="as last programmed")
-    return TablePort(row.name or "-", 6 if six else 4, row.protocol, frontends, (whole,))
+    return p.TablePort(row.name or "-", 6 if six else 4, row.protocol, frontends, (whole,))
 
 
 def _pair(text: str) -> tuple[str, int]:
@@ -256,7 +245,7 @@ def _live(
     if packet and node.facts.agent and packet.protocol in ("tcp", "udp", "sctp"):
         probe = ProbePacket(packet.src, packet.dst, packet.port, Protocol[packet.protocol.upper()], packet.source_class)
         with contextlib.suppress(ControllerError):
-            answer = ask(args.admin_socket, RunExplain([probe]), ExplainAnswers).answers[0]
+            answer = ask(args.admin_socket, p.RunExplain([probe]), p.ExplainAnswers).answers[0]
             return msgspec.structs.replace(answer, name=f"{packet.src} to {socket_text(packet.dst, packet.port)}")
     return None
 
@@ -322,7 +311,7 @@ def _attempts(
     return list(attempts)
 
 
-def _addresses(port: TablePort, facts: ServiceFacts, source: str, node: Origin) -> Iterator[tuple[str, int]]:
+def _addresses(port: p.TablePort, facts: ServiceFacts, source: str, node: Origin) -> Iterator[tuple[str, int]]:
     """Where a client with this address may connect: the packet's destination, or the service's addresses."""
     packet = facts.packet
     for frontend in port.frontends:
@@ -336,9 +325,9 @@ def _addresses(port: TablePort, facts: ServiceFacts, source: str, node: Origin) 
             yield address, frontend.port
 
 
-def _events(admin_socket: str, after: int, own: frozenset[str] = frozenset()) -> EventsAnswer | None:
+def _events(admin_socket: str, after: int, own: frozenset[str] = frozenset()) -> p.EventsAnswer | None:
     with contextlib.suppress(ControllerError):
-        return ask(admin_socket, GetEvents(after, own), EventsAnswer)
+        return ask(admin_socket, p.GetEvents(after, own), p.EventsAnswer)
     return None
 
 

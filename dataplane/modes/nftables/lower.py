@@ -5,23 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Final
 
+from hybrid_proxy.dataplane.modes.nftables import tables
 from hybrid_proxy.dataplane.modes.nftables.picks import Pick
-from hybrid_proxy.dataplane.modes.nftables.tables import (
-    ALLOWED,
-    CLUSTER_IPS,
-    DISCARD,
-    MEMBERS,
-    NODE_PORT_ADDRESSES,
-    REFUSE,
-    RESTRICTED,
-)
 from hybrid_proxy.dataplane.nftables.expressions import Family, Verdict
 from hybrid_proxy.dataplane.nftables.schema import Element, Key
 from hybrid_proxy.dataplane.nftables.uapi import NFT_GOTO
 from hybrid_proxy.dataplane.table import Backend, Entry, Frontend, Kind, NodeNetwork, WhenEmpty, disjoint, family_of
 
 COMMENT: Final = 127  # characters of a comment, nft's own limit
-_REFUSAL: Final = {WhenEmpty.REJECT: Verdict(NFT_GOTO, REFUSE), WhenEmpty.DROP: Verdict(NFT_GOTO, DISCARD)}
+_REFUSAL: Final = {
+    WhenEmpty.REJECT: Verdict(NFT_GOTO, tables.REFUSE),
+    WhenEmpty.DROP: Verdict(NFT_GOTO, tables.DISCARD),
+}
 
 Number = Callable[[str], int]  # a number for each name
 
@@ -37,7 +32,7 @@ def elements(entry: Entry, number: Number) -> list[Element]:
     found: list[Element] = []
     protocol = int(entry.protocol)
     remembered = entry.backend_sets if entry.affinity_seconds else ()
-    for members, backend_set in zip(MEMBERS, remembered, strict=False):
+    for members, backend_set in zip(tables.MEMBERS, remembered, strict=False):
         found += [
             Element(members, (number(number_name(entry, backend)),), (backend.address, backend.port))
             for backend in backend_set.backends
@@ -47,8 +42,8 @@ def elements(entry: Entry, number: Number) -> list[Element]:
         if frontend.address is not None:
             key = (frontend.address, *key)
         if frontend.source_ranges is not None:
-            found.append(Element(RESTRICTED, key))
-            found += [Element(ALLOWED, (*key, cidr)) for cidr in disjoint(frontend.source_ranges)]
+            found.append(Element(tables.RESTRICTED, key))
+            found += [Element(tables.ALLOWED, (*key, cidr)) for cidr in disjoint(frontend.source_ranges)]
         for space, position in _spaces(frontend):
             backends = entry.backend_sets[position].backends
             found.append(Element(space, key, _verdict(entry, frontend, space, position), entry.name[:COMMENT]))
@@ -89,7 +84,7 @@ def _verdict(entry: Entry, frontend: Frontend, space: str, position: int) -> Ver
 def shared(entry: Entry) -> set[Element]:
     """Returns the elements that other service ports may have too: ClusterIPs."""
     return {
-        Element(CLUSTER_IPS, (frontend.address,))
+        Element(tables.CLUSTER_IPS, (frontend.address,))
         for frontend in entry.frontends
         if frontend.kind is Kind.CLUSTER_IP and frontend.address is not None
     }
@@ -98,4 +93,4 @@ def shared(entry: Entry) -> set[Element]:
 def node_elements(family: Family, node: NodeNetwork) -> list[Element]:
     """Returns the elements for the addresses at which node ports are served."""
     mine = (a for a in node.node_port_addresses if family_of(a) == family.version)
-    return [Element(NODE_PORT_ADDRESSES, (address,)) for address in mine]
+    return [Element(tables.NODE_PORT_ADDRESSES, (address,)) for address in mine]

@@ -25,16 +25,7 @@ from hybrid_proxy.dataplane.kernel.lock import hold
 from hybrid_proxy.dataplane.kernel.repairs import PinDirectory, PinnedMap
 from hybrid_proxy.dataplane.kernel.shape import pinned
 from hybrid_proxy.dataplane.mode import Options
-from hybrid_proxy.dataplane.modes.ebpf.maps.pins import (
-    DEVICES,
-    NAMESPACE,
-    describe_foreign,
-    folder_of,
-    foreign_pins,
-    former_folder,
-    is_namespace_map,
-    remove_pins,
-)
+from hybrid_proxy.dataplane.modes.ebpf.maps import pins
 
 log = logging.getLogger(__name__)
 
@@ -53,7 +44,7 @@ def own_directory(options: Options, replaced: Callable[[Path], bool] = lambda _:
         OSError: it cannot be made.
         Occupied: another agent serves this namespace.
     """
-    folder = folder_of(options, mount=True)
+    folder = pins.folder_of(options, mount=True)
     while True:
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -64,11 +55,11 @@ def own_directory(options: Options, replaced: Callable[[Path], bool] = lambda _:
             stack.callback(directory.close)
             try:
                 if is_gone(folder):
-                    remove_pins(folder)  # those of another namespace, which had the same number
-                elif foreign := foreign_pins(folder):
-                    raise Unsupported("eBPF", f"{folder} has {describe_foreign(foreign)}: remove them")
+                    pins.remove_pins(folder)  # those of another namespace, which had the same number
+                elif foreign := pins.foreign_pins(folder):
+                    raise Unsupported("eBPF", f"{folder} has {pins.describe_foreign(foreign)}: remove them")
                 elif replaced(folder):
-                    folder.rename(former_folder(folder))
+                    folder.rename(pins.former_folder(folder))
                 else:
                     stack.pop_all()
                     return directory
@@ -86,18 +77,18 @@ def namespace_map(folder: Path) -> PinnedMap:
     Raises:
         BpfError: the kernel refuses it.
     """
-    path = folder / NAMESPACE
+    path = folder / pins.NAMESPACE
     if path.exists():
         return PinnedMap(path, Map.pinned(path))
-    made = Map.made(DEVICES, NAMESPACE, 4, 4, 1)
+    made = Map.made(pins.DEVICES, pins.NAMESPACE, 4, 4, 1)
     made.update(bytes(4), LOOPBACK)
     return PinnedMap.pin(path, made)
 
 
 def is_gone(folder: Path) -> bool:
     """True if the network namespace of a directory of pins is certainly gone."""
-    path = folder / NAMESPACE
-    if not path.exists() or not is_namespace_map(pinned(path)):
+    path = folder / pins.NAMESPACE
+    if not path.exists() or not pins.is_namespace_map(pinned(path)):
         return False
     with contextlib.closing(Map.pinned(path)) as known:
         return known.lookup(bytes(4)) is None
@@ -124,4 +115,4 @@ def _remove_if_gone(folder: Path) -> int:
     if not is_gone(folder):
         return 0
     with scoped(hold(folder, _name(folder))):
-        return remove_pins(folder) if is_gone(folder) else 0
+        return pins.remove_pins(folder) if is_gone(folder) else 0
