@@ -128,9 +128,7 @@ def _flows(here: Programmed, args: argparse.Namespace) -> _Found:
     if closed := sum(row.state == "closed" for row in rows[: args.limit]):
         notes.append(f"{closed} of these {'is' if closed == 1 else 'are'} closed, and listed last until forgotten")
     rows = rows[: args.limit]
-    there = {(row.service, row.address) for row in (*here.backends(), *(here.agent.ejections if here.agent else ()))}
-    for row in rows:
-        row.gone = bool(row.backend and row.state != "closed") and (row.service, row.backend) not in there
+    here.note_gone(rows)
     _name_relay(here, rows)
     return _Found(rows, listings.flow_columns(rows), notes)
 
@@ -273,7 +271,7 @@ def explain_live(args: argparse.Namespace, packets: list[Packet]) -> int:
         if row.service and not args.flows:
             ends = {host: host in at for host in (end.rpartition(":")[0].strip("[]") for end in row.backends)}
             uplinks = Roles((), ()).look((here := read_node()).interfaces, ())[1]
-            wrong = astray(ends, {packet.src}, pods, here, uplinks, ())
+            wrong = astray(ends, {packet.src}, {packet.dst}, pods, here, uplinks, ())
             row.steps += [ExplainStep("way", f"The way to {end} is wrong: {why}.") for end, (why, _) in wrong.items()]
             row.steps += _met(packet, row, here.addresses)
             out = [each.address for each in agent.ejections if each.ejected and each.service == row.service]

@@ -119,6 +119,13 @@ class Programmed(NamedTuple):
             return conntrack.flows(frontends(self.services()), limit)
         return view.flows(limit)
 
+    def note_gone(self, rows: Iterable[FlowRow]) -> None:
+        """Note in the flows which of them are with none of the backends."""
+        known = (*self.backends(), *(self.agent.ejections if self.agent else ()))
+        there = {(row.service, row.address) for row in known}
+        for row in rows:
+            row.gone = bool(row.backend and row.state != "closed") and (row.service, row.backend) not in there
+
     def close(self) -> None:
         for _, view in self.views:
             view.close()

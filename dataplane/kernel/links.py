@@ -49,6 +49,8 @@ IFA_ADDRESS, IFA_LOCAL = 1, 2
 RTA_DST, RTA_SRC, RTA_IIF, RTA_OIF, RTA_GATEWAY, RTA_PRIORITY, RTA_PREFSRC, RTA_MULTIPATH = 1, 2, 3, 4, 5, 6, 7, 9
 RTA_TABLE, RTA_VIA = 15, 18
 UNICAST, LOCAL, BROADCAST, BLACKHOLE, MAIN_TABLE, SCOPE_LINK, SCOPE_HOST = 1, 2, 3, 6, 254, 253, 254
+REFUSING = {BLACKHOLE: "blackhole", 7: "unreachable", 8: "prohibit"}
+LOOPBACK = 1  # the index of lo
 BY_KERNEL, ON_LINK = 2, 4  # RTPROT_KERNEL: a route that comes with an address; RTNH_F_ONLINK
 # RTNLGRP_: LINK, IPV4_IFADDR, IPV4_ROUTE, IPV6_IFADDR, IPV6_ROUTE; IPV4_NETCONF: settings of interfaces, as rp_filter
 GROUPS: Final = sum(1 << (group - 1) for group in (1, 5, 7, 9, 11, 24))
@@ -149,15 +151,26 @@ def next_hop(address: str, source: str = "", index: int = 0) -> Hop | None:
 
 def main_route(address: str) -> tuple[int, list[str], list[str]]:
     """Returns the interface to which the main table leads an address, 0: none; and the rules to it, and from it."""
-    family, to = nl.AF[family_of(address)], ip_address(address)
+    family, to, best = nl.AF[family_of(address)], ip_address(address), _best_of_main(address)
     with nl.Netlink(nl.ROUTE) as wire:
-        routes = [each for each in read_routes(wire, family) if each.table == MAIN_TABLE and to in each.network]
         rules = [each for each in read_routes(wire, family, GET_RULE) if each.table != MAIN_TABLE]
-    best = max(routes, key=lambda each: each.length, default=None)
     named = [(f"pref {_number(each.known.get(RTA_PRIORITY))}", each) for each in rules]
     there = [f"{pref} to {each.network}" for pref, each in named if each.length and to in each.network]
     back = [f"{pref} from {address}" for pref, each in named if each.known.get(RTA_SRC) == to.packed]
     return _number(best.known.get(RTA_OIF)) if best and best.kind == UNICAST else 0, there, back
+
+
+def refusing_route(address: str) -> str:
+    """Returns the route of the main table that refuses what goes to an address, in iproute2's words; empty: none."""
+    best = _best_of_main(address)
+    return f"{REFUSING[best.kind]} {best.network}" if best and best.kind in REFUSING and best.length else ""
+
+
+def _best_of_main(address: str) -> Route | None:
+    with nl.Netlink(nl.ROUTE) as wire:
+        routes = [each for each in read_routes(wire, nl.AF[family_of(address)]) if each.table == MAIN_TABLE]
+    those = (each for each in routes if ip_address(address) in each.network)
+    return max(those, key=lambda each: each.length, default=None)
 
 
 def _route_to(wire: nl.Netlink, address: str, source: str = "", index: int = 0) -> dict[int, bytes]:

@@ -17,7 +17,7 @@ from typing import Final, NamedTuple
 
 from hybrid_proxy.dataplane.kernel import netlink as nl
 from hybrid_proxy.dataplane.kernel.descriptors import scoped
-from hybrid_proxy.dataplane.kernel.links import POD_KINDS, read_node
+from hybrid_proxy.dataplane.kernel.links import LOOPBACK, POD_KINDS, read_node
 
 CLONE_NEWNET: Final = 0x40000000
 NAMED: Final = Path("/run/netns")  # where CNI plugins and `ip netns` bind namespaces
@@ -69,7 +69,9 @@ def pods() -> Iterator[Pod]:
                 link = interfaces.get(_number(wire, path))
                 if link is not None:
                     with inside(path):
-                        addresses = read_node().addresses
+                        here = read_node()
+                    own = {address for each in here.interfaces if each.index == LOOPBACK for address in each.addresses}
+                    addresses = tuple(sorted(here.addresses, key=own.__contains__))  # its link's come first
                     yield Pod(path, link.name, addresses, link.mtu, link.down, link.lower)
 
 

@@ -310,6 +310,32 @@ def backend_of_a_client_goes(clinic: Clinic) -> Iterator[None]:
 
 
 @contextmanager
+def staying(clinic: Clinic) -> Iterator[None]:
+    """A client keeps its connection while the only endpoint is replaced by another one."""
+    clinic.put("pod1")
+    with clinic.lab.socket("pod4") as client:
+        client.settimeout(bound(5))
+        client.connect((ADDRESSES[NAME], 80))
+        ask_tcp(client)  # a relay takes a connection after the kernel
+        clinic.put("pod2")
+        yield
+
+
+def in_pod(*words: str) -> Provoke:
+    """The client's pod has such an address or a route, as `ip` takes it."""
+
+    @contextmanager
+    def provoke(clinic: Clinic) -> Iterator[None]:
+        clinic.run("pod4", "ip", words[0], "add", *words[1:])
+        try:
+            yield
+        finally:
+            clinic.lab.run("pod4", ["ip", words[0], "del", *words[1:]])
+
+    return provoke
+
+
+@contextmanager
 def full_conntrack(clinic: Clinic) -> Iterator[None]:
     """One client's datagrams, each to another place, have taken every entry."""
     with (
@@ -803,7 +829,8 @@ INCIDENTS = [
         put(*PODS, twin="UDP"),
         (NAME,),
         "backend-refuses",
-        said="nothing listens by UDP",
+        said="they listen on 8080/TCP: the protocol of",
+        advised="the pod has 8080/TCP, the Service's protocol is UDP",
     ),
     Incident(
         "a pod drops what comes in",
@@ -858,6 +885,32 @@ INCIDENTS = [
     Incident("the processes stall in an answer", stalling, (NAME,), "backend-stalls"),
     Incident("one process of three is slow", slow, (NAME,), "backend-slow", said="the others after"),
     Incident("a UDP client's backend goes", backend_of_a_client_goes, (NAME,), ""),
+    Incident(
+        "a client stays with a backend that is gone",
+        staying,
+        (NAME,),
+        "backend-gone",
+        said="1 flow of 10.77.1.14 stays with 10.77.1.11:8080, no backend now",
+        own=True,
+    ),
+    Incident(
+        "the client's pod has the ClusterIP",
+        in_pod("address", f"{ADDRESSES[NAME]}/32", "dev", "lo"),
+        (NAME,),
+        "endpoint-route",
+        said=f"its pod has {ADDRESSES[NAME]} itself",
+        alone=True,
+        repaired=True,
+    ),
+    Incident(
+        "a route in the client's pod refuses the ClusterIP",
+        in_pod("route", "prohibit", "10.96.0.0/16"),
+        (NAME,),
+        "endpoint-route",
+        said=f"in its pod a route refuses {ADDRESSES[NAME]}: prohibit 10.96.0.0/16",
+        alone=True,
+        repaired=True,
+    ),
     Incident("FORWARD drops, counted", firewall(COUNTING), (NAME,), "firewall"),
     Incident("FORWARD's policy is drop", firewall(CLOSED), (NAME,), "firewall", certain=False, own=True),
     Incident(
@@ -1346,7 +1399,7 @@ def test_doctor_names_the_incident(
         code, found = clinic.doctor(*incident.asked)
         if incident.repaired:
             todo = next(each.todo for each in found.findings if each.cause == incident.cause)
-            for command in " && ".join(re.findall(r"`(ip .+?)`", todo)).split(" && "):
+            for command in " && ".join(re.findall(r"`((?:nsenter \S+ )?ip .+?)`", todo)).split(" && "):
                 clinic.run("node", *command.split())
             until(lambda: clinic.doctor(*incident.asked)[1].well, "it is repaired")
     print(found)
@@ -1550,9 +1603,13 @@ def test_of_a_service_that_lacks_ipv6_endpoints_alone_the_family_is_told(clinic:
     try:
         clinic.agent.wait(lambda status: [lack.family for lack in status.without_backend] == [6] and status.synced)
         (found,) = (each for each in clinic.doctor()[1].findings if each.cause == "empty-services")
+        code, of_service = clinic.doctor(NAME)
     finally:
         clinic.put(*PODS)
     assert f"1 service port without a backend: {NAME}:http (IPv6)" in found.text
+    assert (code, of_service.cause) == (1, "no-endpoint"), of_service
+    assert of_service.verdict.startswith(f"{NAME}:http has no endpoint of IPv6, though some of IPv4: "), of_service
+    assert "get endpointslices" in next(each.todo for each in of_service.findings if each.cause == "no-endpoint")
 
 
 @only_in("ebpf")

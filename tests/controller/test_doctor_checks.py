@@ -50,6 +50,7 @@ from hybrid_proxy.dataplane.reports import (
     ExplainStep,
     FailureHistory,
     Fill,
+    FlowRow,
     PacketEvent,
     ServiceRow,
     SocketHooks,
@@ -339,6 +340,8 @@ TEXTS = [
     pytest.param(facts(ports=(), services=("shop/wen",), ignored={"shop/web": "refused: no port"}), "shop/web is not served here: refused: no port", id="a Service that is refused"),
     pytest.param(facts(ports=(port(why="no endpoint is ready, and none serves"),), table=table_answer(unready=["10.0.0.1", "fd00::1"])), "0 of 1 endpoint is ready: 10.0.0.1: none serves (shop/web:http, IPv4)", id="which endpoints are not ready"),
     pytest.param(facts(tried(A, "refused", "refused"), ports=(port(A),), listening={(A, "TCP"): ("127.0.0.1:8080", "9090")}), "1 of 1 backend refuses targetPort 8080 from the node and from a pod: 10.0.0.1:8080; it listens on 127.0.0.1:8080, 9090", id="where the pod listens"),
+    pytest.param(facts(tried(A, "refused", "refused"), ports=(port(A),), listening={(A, "TCP"): ("8080/UDP", "9090")}), "1 of 1 backend refuses targetPort 8080 from the node and from a pod: 10.0.0.1:8080; it listens on 8080/UDP, 9090: the protocol of shop/web:http is wrong", id="the pod listens by another protocol"),
+    pytest.param(facts(*GOOD, ports=(port(A, B), msgspec.structs.replace(SIX, backend_sets=(BackendSet((), why="the service has no endpoints"),)))), "shop/web:http has no endpoint of IPv6, though some of IPv4: no EndpointSlice of IPv6 lists one", id="which family has no endpoint"),
     pytest.param(facts(tried(A, "refused", "refused"), ports=(port(A),), listening={(A, "TCP"): ("8080",)}), "1 of 1 backend refuses targetPort 8080 from the node and from a pod: 10.0.0.1:8080, although it listens there: a firewall rejects", id="a firewall in the pod rejects"),
     pytest.param(facts(tried(A, "refused", None), tried(B, "refused", None), listening={(A, "TCP"): (), (B, "TCP"): ()}), "2 of 2 backends refuse targetPort 8080 from the node: 10.0.0.1:8080, 10.0.0.2:8080; nothing listens by TCP in pods 10.0.0.1, 10.0.0.2", id="nothing listens in the pods"),
     pytest.param(facts(tried(A, "refused", None), tried(B), listening={(A, "TCP"): ()}), "1 of 2 backends refuses targetPort 8080 from the node: 10.0.0.1:8080; nothing listens by TCP in pod 10.0.0.1", id="nothing listens in a pod"),
@@ -889,6 +892,27 @@ def test_endpoints_that_flap_come_after_what_is_wrong_now() -> None:
     flaps = next(each for each in findings if each.cause == "flapping")
     nowhere = Finding("warning", "node port", "it is served nowhere", "correct nodePortAddresses", "node-faults")
     assert diagnose("shop/web", [flaps, nowhere], (), 1.0).cause == "node-faults"
+
+
+@pytest.mark.parametrize(
+    ("client", "unready", "mark", "certain"),
+    [("", [], "warning", True), ("10.0.0.8", [], "warning", True), ("10.0.0.9", [], "problem", False),
+     ("10.0.0.9", ["10.0.0.3"], None, True)],
+    ids=["nobody is named", "another client", "this client", "an endpoint that is not ready yet serves its own"],
+)  # fmt: skip
+def test_flows_with_a_backend_that_is_gone_are_told_of_whose_they_are(
+    client: str, unready: list[str], mark: str | None, certain: bool
+) -> None:
+    ends = [("10.0.0.9", C), ("10.0.0.9", C), ("10.0.0.7", C)]
+    flows = tuple(
+        FlowRow(service="shop/web:http", protocol="TCP", client=f"{source}:{number}", frontend=VIP, backend=end,
+                source=f"{source}:{number}", state="established", gone=True)
+        for number, (source, end) in enumerate(ends, 40000)
+    )  # fmt: skip
+    asked = facts(*GOOD, gone=flows, client=client, table=table_answer(unready=unready))
+    found = [each for each in service(asked)[2] if each.cause == "backend-gone"]
+    assert [(each.mark, each.certain) for each in found] == ([(mark, certain)] if mark else [])
+    assert all(f"3 flows of 10.0.0.9 (2), 10.0.0.7 (1) stay with {C}, no backend now" in each.text for each in found)
 
 
 @pytest.mark.parametrize("families", [(4, 6), (6, 4)])

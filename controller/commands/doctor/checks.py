@@ -47,7 +47,7 @@ from hybrid_proxy.controller.commands.troubles import (
     troubles,
     uplink_down,
 )
-from hybrid_proxy.controller.semantics.entries import NO_PORT
+from hybrid_proxy.controller.semantics.entries import NO_ENDPOINTS, NO_PORT
 from hybrid_proxy.controller.semantics.explain import left_text
 from hybrid_proxy.controller.semantics.history import FLAPS, FOLD_SECONDS, ChangeRow, last_known
 from hybrid_proxy.controller.serving.protocol import AgentStatus, TablePort
@@ -394,6 +394,7 @@ def service_findings(facts: ServiceFacts, node: NodeFacts) -> Iterator[Finding]:
     yield from _links(facts)
     yield from _away(node, facts)
     yield from _connections(facts, node)
+    yield from _stuck(facts)
     ipsec = [f"{name} {now}" for name, (_, now) in node.lost.items() if now and name.startswith("Xfrm")]
     if ipsec and _failing(facts.tried):
         text = f"while connections failed, IPsec refused packets: {some(ipsec)} (/proc/net/xfrm_stat)"
@@ -594,6 +595,9 @@ def _sets(port: TablePort, facts: ServiceFacts) -> Iterator[Finding]:
         count = f"{several(len(unready), 'endpoint')} {_verb(unready, 'is', 'are')}"
         what = f"0 of {count} ready: {some(unready)}: " if unready else "no endpoint is ready: "
         text = f"{what * (not why.startswith(NO_PORT))}{why} ({port.name}, IPv{port.family})"
+        if why == NO_ENDPOINTS and (others := [end for each in facts.ports for end in _ends(each)]):
+            six, other = f"IPv{port.family}", f"IPv{family_of(others[0].address)}"
+            text = f"{port.name} has no endpoint of {six}, though some of {other}: no EndpointSlice of {six} lists one"
         if any(each.when_empty is WhenEmpty.DROP for each in port.backend_sets):
             text, todo = _policy(why, facts, [port.family], f"packets to {port.name}")
             yield Finding("problem", "table", text, todo, "no-local-endpoint")
@@ -623,7 +627,7 @@ def _policy(why: str, facts: ServiceFacts, families: Container[int], what: str) 
 def _selected(facts: ServiceFacts, why: str = "") -> str:
     """How to see the pods of a Service, or the names that their ports have."""
     namespace, _, name = (facts.name or "").partition(":")[0].partition("/")
-    if why.startswith(NO_PORT):
+    if why.startswith(NO_PORT) or (why == NO_ENDPOINTS and any(map(_ends, facts.ports))):
         return f"`kubectl -n {namespace} get endpointslices -l kubernetes.io/service-name={name} -o yaml`"
     if facts.table.selector:
         pods = f"`kubectl -n {namespace} get pods -l {quote(facts.table.selector)}` shows the pods that it selects"
@@ -705,6 +709,20 @@ def _link_down(link: PodLink) -> Finding:
     text = f"the link of pod {' '.join(link.addresses)} is down, at {end} ({link.interface} on the node)"
     todo = f"`{link.down}`; the CNI plugin's log may say who took it down"
     return Finding("problem", "links", text, todo, "link-down", hits=1)
+
+
+def _stuck(facts: ServiceFacts) -> Iterator[Finding]:
+    """Flows that stay with an endpoint that is gone; one that is not ready yet serves its own to their end."""
+    there = {*facts.table.unready, *facts.table.elsewhere}
+    rows = [row for row in facts.gone if row.backend and _address(row.backend) not in there]
+    if rows:
+        clients = Counter(_address(row.client) for row in rows).most_common()
+        named = facts.client in dict(clients)
+        whose = some([f"{client}{f' ({count})' * bool(clients[1:])}" for client, count in clients])
+        ends = some(sorted({row.backend or "" for row in rows}))
+        text = f"{several(len(rows), 'flow')} of {whose} {_verb(rows, 'stays', 'stay')} with {ends}, no backend now"
+        todo = f"restart these clients, or reset-gone-backends (docs/failover.md); `hybrid-proxy flows {facts.name}`"
+        yield Finding("problem" if named else "warning", "flows", text, todo, "backend-gone", not named)
 
 
 def _ends(port: TablePort) -> list[Backend]:
@@ -1172,7 +1190,10 @@ def _of_backends(direct: Sequence[Tried], facts: ServiceFacts, node: NodeFacts) 
                     todo = f"look at the pod's firewall (`nsenter --net={path} nft list ruleset`), and network policies"
                 elif at:
                     text += f"; {listens} on {some(at)}"
-                    if any(place in (f"127.0.0.1:{n}", f"[::1]:{n}") for place in at for n in numbers):
+                    if wrong := next((place for place in at if place.endswith(("/TCP", "/UDP"))), ""):
+                        text += f": the protocol of {each.port} is wrong"
+                        todo = f"the pod has {wrong}, the Service's protocol is {protocol}: correct one of them"
+                    elif any(place in (f"127.0.0.1:{n}", f"[::1]:{n}") for place in at for n in numbers):
                         todo = "have it listen at the pod's address, or 0.0.0.0 (::), and not at loopback alone"
                 elif dead:
                     todo = "the process does not run, or has not opened its port yet: see the container's log and state"
@@ -1284,7 +1305,11 @@ def _packets(each: Tried) -> str:
 
 
 def _host(each: Tried) -> str:
-    return each.target.rpartition(":")[0].strip("[]")
+    return _address(each.target)
+
+
+def _address(text: str) -> str:
+    return text.rpartition(":")[0].strip("[]")
 
 
 def _firewall(rule: Rule) -> str:

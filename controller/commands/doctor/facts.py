@@ -10,7 +10,7 @@ from hybrid_proxy.controller.semantics.explain import Packet, Verdict
 from hybrid_proxy.controller.semantics.history import ChangeRow
 from hybrid_proxy.controller.serving.protocol import AgentStatus, TableAnswer, TablePort
 from hybrid_proxy.dataplane.firewall_rules import Rule, Taken
-from hybrid_proxy.dataplane.reports import BackendRow, Ejection, ExplainAnswer, Fill, PacketEvent, ServiceRow
+from hybrid_proxy.dataplane.reports import BackendRow, Ejection, ExplainAnswer, Fill, FlowRow, PacketEvent, ServiceRow
 
 Mark = Literal["ok", "warning", "problem", "unknown"]
 WORST_FIRST: tuple[Mark, ...] = ("problem", "warning", "ok")
@@ -145,7 +145,9 @@ class ServiceFacts(msgspec.Struct, kw_only=True, frozen=True):
     astray: dict[str, tuple[str, str]] = {}  # address of an endpoint -> what is wrong with the way there, what to do
     listening: dict[tuple[str, str], tuple[str, ...]] = {}  # an end that refused -> ports where its pod listens
     table: TableAnswer = TableAnswer([], [], [])  # of the agent
-    stranger: str = ""  # the client that was named, if it is neither this node nor a pod of it
+    gone: tuple[FlowRow, ...] = ()  # flows with what is none of its backends now
+    client: str = ""  # that was named
+    stranger: str = ""  # this, if it is neither this node nor a pod of it
     stranger_at: str = ""  # the interface by which packets go to it
     no_pod: str = ""  # why no connection was tried from a pod
     rules: tuple[Rule, ...] = ()  # before the connections
@@ -163,8 +165,8 @@ Cause = Literal[
     "forwarding-loses", "link-down", "mtu", "endpoint-route", "client-pod", "lossy", "backend-refuses",
     "backend-silent", "backend-unreachable", "backend-never-answers", "backend-stalls", "backend-closes",
     "kernel-differs", "other-proxy", "no-agent", "not-in-sync", "api-unreachable", "map-full", "conntrack-full",
-    "service-path", "not-served", "backend-slow", "backends-fail", "node-faults", "refused-objects", "flapping",
-    "ejected", "configuration", "degraded", "draining", "empty-services", "reverse-path", "drops", "untold",
+    "service-path", "not-served", "backend-slow", "backend-gone", "backends-fail", "node-faults", "refused-objects",
+    "flapping", "ejected", "configuration", "degraded", "draining", "empty-services", "reverse-path", "drops", "untold",
     "untried", "restricted",
 ]  # fmt: skip
 CAUSES: tuple[Cause, ...] = get_args(Cause)

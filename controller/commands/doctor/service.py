@@ -26,12 +26,13 @@ from hybrid_proxy.dataplane.firewall_rules import counted
 from hybrid_proxy.dataplane.kernel import links, namespaces
 from hybrid_proxy.dataplane.kernel.roles import Roles
 from hybrid_proxy.dataplane.mode import ProbePacket, belongs
-from hybrid_proxy.dataplane.reports import BackendRow, ExplainAnswer, PacketEvent, ServiceRow, Status
+from hybrid_proxy.dataplane.reports import BackendRow, ExplainAnswer, FlowRow, PacketEvent, ServiceRow, Status
 from hybrid_proxy.dataplane.table import Backend, BackendSet, Frontend, Kind, Protocol, family_of, socket_text
 
 MOST_BACKENDS: Final = 32  # of each service port: more connections at once would be a load of their own
 MOST_ATTEMPTS: Final = 256  # in all
 MOST_PODS: Final = 256  # more are not looked for
+MOST_FLOWS: Final = 1 << 16
 
 
 def at_service(args: argparse.Namespace, packet: Packet | None, node: Node) -> ServiceFacts:
@@ -101,7 +102,8 @@ def _with_connections(args: argparse.Namespace, services: Sequence[ServiceFacts]
     ways = []  # read before more is tried: the kernel forgets a neighbour entry that failed within seconds
     for ours, mine in zip(backends, plans, strict=True):
         sources = dict.fromkeys(tried[attempt].source for attempt in mine)
-        ways.append(astray(ours, sources, pods, interfaces, uplinks, node.facts.missing))
+        asked = dict.fromkeys(attempt.address for attempt in mine if attempt.via == "service")
+        ways.append(astray(ours, sources, asked, pods, interfaces, uplinks, node.facts.missing))
     syns = try_all(repeats(tried), REPEAT_SECONDS)
     others = [Origin("pod", pod.path, pod.addresses) for pod in pods if pod not in clients]
     second = _by_another_pod(tried.values(), attempts, others)
@@ -114,7 +116,7 @@ def _with_connections(args: argparse.Namespace, services: Sequence[ServiceFacts]
     events = recent(since.events) if since else ()
     stranger = source if pods and source not in here else ""
     hop, names_out = links.next_hop(stranger) if stranger else None, [each.name for each in uplinks]
-    found = []
+    found, gone = [], _gone(node)
     for facts, ours, mine, way in zip(services, backends, plans, ways, strict=True):
         rows = [tried[attempt] for attempt in mine]
         names = {port.name for port in facts.ports}
@@ -133,6 +135,8 @@ def _with_connections(args: argparse.Namespace, services: Sequence[ServiceFacts]
                 ),
                 astray=way,
                 listening=listening(rows, pods),
+                gone=tuple(row for row in gone if belongs(row.service, facts.name or "-")),
+                client=source,
                 stranger=stranger,
                 stranger_at=(links.interface_name(hop.index) if hop else next(iter(names_out), "")) or "",
                 no_pod="" if any(pod.addresses for pod in pods) else no_pod,
@@ -143,6 +147,17 @@ def _with_connections(args: argparse.Namespace, services: Sequence[ServiceFacts]
             )
         )
     return found
+
+
+def _gone(node: Node) -> list[FlowRow]:
+    """Flows that stay with what is no backend any more; mode ebpf sends the next datagram to another one."""
+    rows: list[FlowRow] = []
+    if node.here is not None:
+        with contextlib.suppress(ControllerError, DataplaneError, OSError):
+            rows = node.here.flows(MOST_FLOWS)[0]
+            node.here.note_gone(rows)
+    mine = [row for row in rows if row.gone and (row.mode, row.protocol) != ("ebpf", "UDP")]
+    return [row for row in mine if row.state == "established" or row.protocol == "UDP"]
 
 
 def _since(before: PodLink, after: PodLink) -> PodLink:

@@ -47,12 +47,12 @@ def link_of(pod: Pod, own: Sequence[str], here: links.Node) -> PodLink:
 
 
 def astray(
-    ends: Mapping[str, bool], clients: Collection[str], pods: Sequence[Pod], here: links.Node,
+    ends: Mapping[str, bool], clients: Collection[str], asked: Collection[str], pods: Sequence[Pod], here: links.Node,
     uplinks: Iterable[links.Interface], missing: Iterable[str],
 ) -> dict[str, tuple[str, str]]:  # fmt: skip
     """Return what is wrong with the way to an endpoint and back, and what to do; `ends` tells which are on this node.
 
-    `clients` are the addresses that ask; the ways to pods among them count as well.
+    `clients` ask at the addresses `asked`; the ways to pods among them, and from them, count as well.
     """
     by_index = {each.index: each for each in here.interfaces}
     behind = {address: pod for pod in pods for address in pod.addresses}
@@ -87,7 +87,9 @@ def astray(
             entry = _entry(via, name, mac)
             again = f"`ip neigh del {via} dev {name}`"
             family = family_of(address)
-            asking = [each for each in clients if family_of(each) == family]
+            peers = [each for each in clients if behind.get(each) is not pod and counts[each] < 2]
+            peers += asked if address in clients else ()
+            asking = [each for each in peers if family_of(each) == family]
             ports = {each.name for each in here.interfaces if to and to.index in (each.index, each.master)}
             bare = [each for each in pods if each.interface in ports and family not in map(family_of, each.addresses)]
             there: Collection[int] = {link.index, link.master} if link else inside if ends.get(address) else by_index
@@ -124,8 +126,8 @@ def astray(
             elif state == NUD_FAILED or (state == NUD_PERMANENT and to.kind not in VIRTUAL):
                 fixed = " and is fixed: is it right?" if mac else ": nobody answers there"
                 found[address] = f"{entry}{fixed}", f"{again} has the kernel ask again"
-            asked = [each for each in (clients if address in ends else ends) if each not in found]
-            peers = [each for each in asked if each != address and family_of(each) == family][:PEERS]
+            right = [each for each in (clients if address in ends else ends) if each not in found]
+            peers = [each for each in right if each != address and family_of(each) == family][:PEERS]
             if to and not wrong and address not in found and (refused := _not_forwarded(address, to, peers)):
                 found[address] = refused
     return found
@@ -179,8 +181,13 @@ def _way_back(
         own = next((each for each in pod.addresses if family_of(each) == family_of(client)), "")
         if (hop := links.next_hop(client, own)) is None:
             ip = "ip -6" if family_of(client) == 6 else "ip"
+            if refusing := links.refusing_route(client):
+                return f"in its pod a route refuses {client}: {refusing}", f"`{enter} {ip} route del {refusing}`"
             look = f"`{enter} {ip} route` lists its routes, `{ip} rule` its rules: compare those of another pod"
             return f"no route in its pod leads to {client}", look
+        if hop.index == links.LOOPBACK:
+            off = take_off(client, links.read_node().held) or "ip address"
+            return f"its pod has {client} itself", f"`{enter} {off}`"
         via, name = hop.gateway or client, links.interface_name(hop.index)
         mac, state = near.get((hop.index, via), (b"", 0))
         asked = hop.index == pod.peer and (not known or via in known) and (mac or state in UNANSWERED)
@@ -210,10 +217,13 @@ def listening(tried: Iterable[Tried], pods: Sequence[Pod]) -> dict[tuple[str, st
         if each.outcome == "refused" and each.via == "backend" and pod is not None and each.end not in found:
             with contextlib.suppress(OSError), namespaces.inside(pod.path):
                 here = ("0.0.0.0", "::", address.strip("[]"))  # noqa: S104 (what a process listens at)
+                other = "UDP" if each.protocol == "TCP" else "TCP"
                 places = [(at not in here, port, at) for at, port in namespaces.listening(Protocol[each.protocol])]
                 # A process that has the port at loopback alone is the likeliest cause.
                 places.sort(key=lambda place: (str(place[1]) != number, place))
                 own = {port for other, port, _ in places if not other}
-                texts = (str(port) if port in own else socket_text(at, port) for _, port, at in places)
+                texts = [str(port) if port in own else socket_text(at, port) for _, port, at in places]
+                if number not in texts and int(number) in {port for _, port in namespaces.listening(Protocol[other])}:
+                    texts.insert(0, f"{number}/{other}")
                 found[each.end] = tuple(dict.fromkeys(texts))
     return found
