@@ -11,6 +11,7 @@ import zipfile
 from collections.abc import Collection
 from importlib import metadata
 from pathlib import Path
+from runpy import run_path
 from typing import Any, Final
 
 import jinja2
@@ -73,19 +74,12 @@ def _sum(content: bytes) -> str:
     return hashlib.sha256(content).hexdigest()
 
 
-def _licences(package: str) -> list[dict[str, Any]]:
-    """What a package says of its licence, in the version that is installed here: pins say nothing."""
-    about = metadata.metadata(package)
-    if "License-Expression" in about:
-        return [{"expression": about["License-Expression"]}]
-    classified = [name for name in about.get_all("Classifier", []) if name.startswith("License :: ")]
-    return [{"license": {"name": name.rpartition(" :: ")[2]}} for name in classified or about.get_all("License", [])]
-
-
 def _complete(bom: dict[str, Any], wheels: list[Path], tools: str) -> dict[str, Any]:
     """The SBOM of the pinned packages with licences, this version's name, the wheels, and what was compiled in them."""
-    for part in bom["components"]:
-        part["licenses"] = _licences(part["name"])
+    licences = run_path("deploy/image/sbom.py")["of_python"]
+    root = bom["metadata"]["component"]
+    for part in (root, *bom["components"]):  # of the versions that are installed here: pins say nothing
+        part["licenses"] = licences(metadata.metadata(part["name"]))
     compiled = {wheel.name: _sum(wheel.read_bytes()) for wheel in wheels}
     for wheel in wheels:
         with zipfile.ZipFile(wheel) as archive:
@@ -96,7 +90,6 @@ def _complete(bom: dict[str, Any], wheels: list[Path], tools: str) -> dict[str, 
     for name, content in compiled.items():
         hashes, by = [{"alg": "SHA-256", "content": content}], [{"name": "hybrid-proxy:built-with", "value": tools}]
         bom["components"].append({"type": "file", "bom-ref": name, "name": name, "hashes": hashes, "properties": by})
-    root = bom["metadata"]["component"]
     root["version"] = __version__
     bom["dependencies"].append({"ref": root["bom-ref"], "dependsOn": [part["bom-ref"] for part in bom["components"]]})
     return bom

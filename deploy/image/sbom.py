@@ -2,17 +2,54 @@
 
 import json
 import platform
+import re
 import subprocess
-from importlib.metadata import distributions
+from importlib.metadata import PackageMetadata, distributions
+from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
+COPYRIGHTS = Path("/usr/share/doc")
+# SPDX's names for Debian's, and for those of Python's classifiers. That of BSD does not say which one: Jinja has the
+# text of three clauses.
+SPDX = {
+    "Expat": "MIT", "MIT License": "MIT", "Apache Software License": "Apache-2.0", "Apache-2": "Apache-2.0",
+    "BSD License": "BSD-3-Clause", "BSD-3-clause": "BSD-3-Clause", "BSD-2-clause": "BSD-2-Clause", "zlib": "Zlib",
+}  # fmt: skip
+SPDX |= {name: name for name in (*SPDX.values(), "ISC", "X11", "curl", "FSFAP", "CC0-1.0", "BSL-1.0", "MPL-2.0")}
 FIELDS = ("binary:Package", "Version", "Architecture", "source:Package", "source:Version")
 
 
-def component(purl: str, name: str, version: str, kind: str = "library") -> dict[str, Any]:
+def component(purl: str, name: str, version: str, licences: list[dict[str, Any]]) -> dict[str, Any]:
     """One of the SBOM; its address is unique, and so its reference."""
-    return {"type": kind, "bom-ref": purl, "name": name, "version": version, "purl": purl}
+    made = {"type": "library", "bom-ref": purl, "name": name, "version": version, "purl": purl}
+    return made | ({"licenses": licences} if licences else {})
+
+
+def of_python(about: PackageMetadata) -> list[dict[str, Any]]:
+    """What a package of Python says of its licence."""
+    if "License-Expression" in about:
+        text = about["License-Expression"]
+        one = re.fullmatch(r"(?!LicenseRef-)\S+", text)
+        return [{"license": {"id": text}} if one else {"expression": text}]
+    classified = [name for name in about.get_all("Classifier", []) if name.startswith("License :: ")]
+    return [named(each.rpartition(" :: ")[2]) for each in classified or about.get_all("License", [])]
+
+
+def of_debian(package: str) -> list[dict[str, Any]]:
+    """The licences in the copyright file of a package, if that is written for programs (DEP 5)."""
+    file = COPYRIGHTS / package / "copyright"
+    text = file.read_text(errors="replace") if file.exists() else ""
+    found = re.findall(r"^License:[ \t]*(\S.*?)\s*$", text, re.MULTILINE) if text.startswith("Format:") else []
+    return list({str(each): each for each in map(named, sorted(set(found)))}.values())  # Expat and MIT are one
+
+
+def named(licence: str) -> dict[str, Any]:
+    """By SPDX's identifier where there is one, otherwise by the name that its package has for it."""
+    if gnu := re.fullmatch(r"(AGPL-3|L?GPL-[23]|GPL-1|LGPL-2\.1)(?:\.0)?(\+?)", licence):
+        name, later = gnu.groups()
+        return {"license": {"id": f"{name}{'' if '.' in name else '.0'}-{'or-later' if later else 'only'}"}}
+    return {"license": {"id": SPDX[licence]} if licence in SPDX else {"name": licence}}
 
 
 def debian(distribution: str) -> list[dict[str, Any]]:
@@ -30,14 +67,17 @@ def debian(distribution: str) -> list[dict[str, Any]]:
             more["upstream"] = f"{source}@{source_version}" if source_version != version else source
         qualifiers = "&".join(f"{key}={quote(value, safe='@')}" for key, value in more.items())
         purl = f"pkg:deb/{distribution.partition('-')[0]}/{quote(name)}@{quote(version)}?{qualifiers}"
-        found.append(component(purl, name, version))
+        found.append(component(purl, name, version, of_debian(name)))
     return found
 
 
 def python() -> list[dict[str, Any]]:
     """What the interpreter finds."""
-    named = {each.name.lower().replace("_", "-").replace(".", "-"): each.version for each in distributions()}
-    return [component(f"pkg:pypi/{name}@{quote(version)}", name, version) for name, version in named.items()]
+    known = {each.name.lower().replace("_", "-").replace(".", "-"): each for each in distributions()}
+    return [
+        component(f"pkg:pypi/{name}@{quote(each.version)}", name, each.version, of_python(each.metadata))
+        for name, each in known.items()
+    ]
 
 
 def main() -> None:

@@ -16,6 +16,7 @@ from collections import Counter
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -194,6 +195,17 @@ def test_a_signature_is_checked_as_the_page_says(dist: Path, tmp_path: Path) -> 
         run("gpgconf --kill gpg-agent")
 
 
+def of_spdx(licences: list[dict[str, Any]]) -> bool:
+    """Whether all are SPDX's, by identifier or as an expression; a schema knows the identifiers alone."""
+    from license_expression import get_spdx_licensing
+
+    texts = [each.get("expression") or each["license"].get("id") for each in licences]
+    known = get_spdx_licensing()
+    return bool(texts) and all(
+        text and (text.startswith("LicenseRef-") or not known.validate(text).errors) for text in texts
+    )
+
+
 def test_the_sbom_names_what_is_pinned_and_what_is_compiled(dist: Path) -> None:
     from cyclonedx.schema import SchemaVersion
     from cyclonedx.validation.json import JsonStrictValidator
@@ -206,7 +218,9 @@ def test_the_sbom_names_what_is_pinned_and_what_is_compiled(dist: Path) -> None:
     assert len(versions) > 20
     assert versions <= {(part["name"], part.get("version")) for part in components}
     packages = [part for part in components if part["type"] != "file"]
-    assert [part["name"] for part in packages if not (part["licenses"] and part.get("purl"))] == []
+    assert [part["name"] for part in packages if not part["purl"].startswith("pkg:pypi/")] == []
+    root = json.loads(text)["metadata"]["component"]
+    assert [part["name"] for part in (root, *packages) if not of_spdx(part["licenses"])] == []
     listed = [(part["name"], part["hashes"][0]["content"]) for part in components if part["type"] == "file"]
     for machine in MACHINES:
         wheel = wheel_of(dist, machine)
@@ -250,7 +264,16 @@ def test_the_image_lists_its_packages_debians_too(tmp_path: Path) -> None:
     assert debian.keys() == installed
     libc = next(purl for (name, _), purl in debian.items() if name == "libc6")
     assert re.fullmatch(r"pkg:deb/\w+/libc6@[\w.%~-]+\?arch=\w+&distro=[\w.-]+&upstream=glibc", libc)
-    assert f"pkg:pypi/numpy@{metadata.version('numpy')}" in {each.get("purl") for each in components}
+    licences = {each["purl"]: each.get("licenses", []) for each in components if "purl" in each}
+    assert {"expression": metadata.metadata("numpy")["License-Expression"]} in licences[
+        f"pkg:pypi/numpy@{metadata.version('numpy')}"
+    ]
+    told = {name: licences[purl] for (name, _), purl in debian.items()}
+    assert {"license": {"id": "LGPL-2.1-only"}} in told["libbpf1"]
+    assert {"license": {"id": "GPL-2.0-or-later"}} in told["iptables"]
+    assert {"license": {"name": "LGPL-2.1 or BSD-2-Clause"}} in told["libbpf1"], "of a name that is not SPDX's"
+    assert told["libc6"] == [], "Debian has no list for it"
+    assert "/usr/share/doc " not in stage.replace("find /usr/share/doc ", ""), "the copyright files stay"
 
 
 @pytest.mark.parametrize(("revision", "version", "named"), [
