@@ -8,7 +8,7 @@ import itertools
 import os
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from importlib.util import find_spec
 from pathlib import Path
@@ -30,7 +30,15 @@ from hybrid_proxy.workshop.compare.state import State, opened
 from hybrid_proxy.workshop.lab.agent import remove_forsaken
 from hybrid_proxy.workshop.lab.network import Lab
 from hybrid_proxy.workshop.libraries import needed
-from hybrid_proxy.workshop.measuring.machine import describe, missing_of_modes, missing_tools, product, version
+from hybrid_proxy.workshop.measuring.loads import TOOLS
+from hybrid_proxy.workshop.measuring.machine import (
+    describe,
+    missing_of_modes,
+    missing_tools,
+    not_installed,
+    product,
+    version,
+)
 
 _UNPACKED: Final = Path(__file__).resolve().parents[2] / "build/tools/usr/sbin"  # nginx, of a checkout
 STATE: Final = "compare-state"  # folder, where no report says a name
@@ -186,14 +194,14 @@ def _tried(modes: tuple[str, ...]) -> list[ModeState]:
 
 
 def _go_on(run: Run, state: State, live: Live | None) -> Run:
-    done = {cell.step.key for cell in run.cells}
-    left = [step for step in steps(run.settings, run.works) if step.key not in done]
     lacking = missing_tools(("wrk",)) if live else missing_tools()  # a live service answers itself
+    cells = whole(run, lacking)
+    done = {cell.step.key for cell in cells}
+    left = [step for step in steps(run.settings, run.works) if step.key not in done]
     for reason in lacking.values():
         print(f"compare  {reason}", file=sys.stderr)
     if "wrk" in lacking and (live or "iperf3" in lacking):
         print("compare  no traffic is measured, only starts, changes and memory", file=sys.stderr)
-    cells = list(run.cells)
     broken = {(cell.step.mode, cell.step.size): cell for cell in cells if _gives_up(cell)}
     shown = Progress(run.planned, left, cells)
     for size, group in itertools.groupby(left, key=lambda step: step.size):
@@ -214,6 +222,12 @@ def _go_on(run: Run, state: State, live: Live | None) -> Run:
                 state.add(cell)
                 shown.ends(cell)
     return msgspec.structs.replace(run, cells=tuple(shown.done))
+
+
+def whole(run: Run, lacking: Mapping[str, str]) -> list[Cell]:
+    """Returns the finished steps without those that lacked a load generator which is installed now."""
+    came = {not_installed(name) for name in TOOLS} - set(lacking.values())
+    return [cell for cell in run.cells if came.isdisjoint(cell.missing.values())]
 
 
 def _gives_up(cell: Cell) -> bool:

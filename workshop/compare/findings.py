@@ -151,7 +151,8 @@ def _limits(run: Run, rows: Sequence[Row]) -> Iterator[str]:
         yield f"The run is not finished: {len(run.cells)} of {run.planned} measurements."
     judged = [known for row in rows if (known := row.lead if row.verdict else row.ratio)]
     for reason, titles in absent(run, rows).items():
-        yield f"Not measured: {'; '.join(titles)}. {reason}; afterwards the same command with --fresh measures them."
+        again = "" if "is not installed" in reason else " with --fresh"
+        yield f"Not measured: {'; '.join(titles)}. {reason}; afterwards the same command{again} measures them."
     least = min((known.sure for known in judged), default=1.0)
     if least < SURE:
         yield (

@@ -40,7 +40,8 @@ class State:
             raise ConfigError(
                 f"{self._run} is not of this version of compare ({error}): measure again, with --fresh"
             ) from error
-        return msgspec.structs.replace(run, cells=tuple(self._finished()))
+        last = {cell.step.key: cell for cell in self._finished()}  # what lacked a tool was measured again
+        return msgspec.structs.replace(run, cells=tuple(last.values()))
 
     def _finished(self) -> Iterator[Cell]:
         whole = 0

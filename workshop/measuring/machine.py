@@ -89,11 +89,12 @@ def missing_of_modes(made: Lab) -> dict[str, str]:
 
 def missing_tools(wanted: Iterable[str] = TOOLS) -> dict[str, str]:
     """Returns what to do about load generators that are not installed, by name."""
-    return {
-        name: f"{name} is not installed: apt-get install {name}" + _HINTS.get(name, "")
-        for name in wanted
-        if not shutil.which(name)
-    }
+    return {name: not_installed(name) for name in wanted if not shutil.which(name)}
+
+
+def not_installed(name: str) -> str:
+    """Returns the reason of what a missing load generator leaves unmeasured."""
+    return f"{name} is not installed: apt-get install {name}" + _HINTS.get(name, "")
 
 
 def _text(path: Path) -> str:

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 
 import msgspec
 import pytest
 
 from hybrid_proxy.controller import cli
+from hybrid_proxy.workshop.compare.commands import whole
 from hybrid_proxy.workshop.compare.pages import html, markdown
 from hybrid_proxy.workshop.compare.plan import METRICS
 from hybrid_proxy.workshop.compare.progress import Progress
 from hybrid_proxy.workshop.compare.report import Report, report
 from hybrid_proxy.workshop.compare.result import Run
+from hybrid_proxy.workshop.compare.state import opened
 from hybrid_proxy.workshop.compare.tables import ends
+from hybrid_proxy.workshop.measuring.machine import not_installed
 from hybrid_proxy.workshop.measuring.stats import Estimate
 from tests.workshop.compare.kit import EVERY, MACHINE, all_modes, made_up, swung
 from tests.workshop.compare.test_findings import busy
@@ -128,7 +132,8 @@ def test_the_third_sentence_is_of_ipvs() -> None:
     assert last == f"IPVS does not work here: the kernel has no <ip_vs> & more. {elsewhere}"
 
 
-NGINX = "nginx is not installed: apt-get install nginx"
+NGINX = not_installed("nginx")
+AGAIN = "afterwards the same command measures them"
 
 
 def without_nginx(run: Run) -> Run:
@@ -147,7 +152,7 @@ def without_nginx(run: Run) -> Run:
 def test_rows_that_no_mode_has_are_named_with_what_they_need(modes: tuple[str, ...]) -> None:
     made = report(without_nginx(made_up(modes=modes)))
     assert made.findings.trust == "limited"
-    warning = next(text for text in made.findings.warnings if "--fresh" in text)
+    warning = next(text for text in made.findings.warnings if AGAIN in text)
     for words in ("cost of a connection", "requests on open connections", "latency, p99", NGINX):
         assert words in warning
     assert "; latency, p90; " in warning
@@ -155,7 +160,28 @@ def test_rows_that_no_mode_has_are_named_with_what_they_need(modes: tuple[str, .
     assert made.summary[0] == f"9 rows are missing, cost of a connection among them: {NGINX}."
     if len(modes) > 1:
         assert made.summary[1] == "With 1,000 services, ebpf is significantly behind in nothing."
-    assert not any("--fresh" in text for text in report(all_modes()).findings.warnings), "a mode alone has the reason"
+    assert not any(AGAIN in text for text in report(all_modes()).findings.warnings), "a mode alone has the reason"
+
+
+@pytest.mark.parametrize(("lacking", "again"), [({}, {"traffic"}), ({"nginx": NGINX}, set())])
+def test_what_lacked_a_tool_is_measured_again_where_it_is_installed(
+    lacking: dict[str, str], again: set[str], tmp_path: Path
+) -> None:
+    run, lost = made_up(), without_nginx(made_up())
+    kept = whole(lost, lacking)
+    assert {cell.step.kind for cell in lost.cells if cell not in kept} == again
+    with opened(tmp_path) as state:
+        state.begin(lost)
+        for cell in (*lost.cells, *(run.cells if again else ())):
+            state.add(cell)
+        assert state.load() == (run if again else lost), "the last one of a step counts"
+
+
+@pytest.mark.parametrize(("emulated", "coloured"), [(False, True), (True, False)])
+def test_figures_that_nobody_can_trust_have_no_colour_of_their_verdict(emulated: bool, coloured: bool) -> None:
+    page = html(report(made_up(machine=msgspec.structs.replace(MACHINE, emulated=emulated))))
+    assert "▲ ebpf" in page
+    assert ('class="ahead"' in page) == coloured
 
 
 def test_a_reason_is_shown_at_the_first_step_alone(capsys: pytest.CaptureFixture[str]) -> None:
