@@ -184,9 +184,9 @@ def _parsed(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 def commands_of(root: argparse.ArgumentParser) -> dict[str, argparse.ArgumentParser]:
-    """The parser of each command, in the order of `--help`."""
-    (found,) = (action for action in root._actions if isinstance(action, argparse._SubParsersAction))  # noqa: SLF001
-    return dict(found.choices)
+    """The parser of each command, in the order of `--help`; most commands have none below them."""
+    found = (each.choices for each in root._actions if isinstance(each, argparse._SubParsersAction))  # noqa: SLF001
+    return dict(next(found, {}))
 
 
 def _say(text: str) -> None:

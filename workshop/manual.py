@@ -37,6 +37,8 @@ def _lines(root: argparse.ArgumentParser) -> Iterator[str]:
     for name, command in known.items():
         yield f".SS {_text(name)}"
         yield from _command(command)
+        for action in commands_of(command).values():
+            yield from (".PP", *_command(action))
     for title, text in (("EXIT STATUS", EXIT_CODES), ("ENVIRONMENT", ENVIRONMENT)):
         yield f".SH {title}"
         yield from _definitions(text)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import argparse
 import re
+from pathlib import Path
 
 import pytest
 
@@ -158,3 +160,20 @@ def test_the_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
 def test_completion_is_printed_for_a_shell(shell: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["completion", shell]) == cli.OK
     assert "_ARGCOMPLETE" in capsys.readouterr().out
+
+
+def test_every_flag_has_a_place_in_a_page_and_a_reader() -> None:
+    """What sets a setting has its reader in test_configfile.py; a flag without help is one that kube-proxy had."""
+    root = Path(__file__).parents[2]
+    pages = "".join((root / "docs" / name).read_text() for name in ("hybrid-proxy.8", "configuration.md"))
+    known = set(re.findall(r"(?<![\w-])--?\w[\w-]*", re.sub(r"\\f[BIR]|\\(?=-)", "", pages)))
+    code = "".join(path.read_text() for part in ("controller", "workshop") for path in (root / part).rglob("*.py"))
+    read = set(re.findall(r"\b(?:args|arguments|flags|typed)\.(\w+)|\"(\w+)\"", code))
+    read_names = {name for each in read for name in each} | {row.dest for row in rows()}
+    commands = [cli.commands_of(cli.parser(name))[name] for name in cli.entries()]
+    actions = [action for command in commands for action in cli.commands_of(command).values()]
+    for command in commands + actions:
+        for action in command._actions:  # noqa: SLF001
+            if action.help != argparse.SUPPRESS and action.dest not in ("help", "all_namespaces"):  # no reader needed
+                assert not action.option_strings or known & set(action.option_strings), command.prog
+                assert action.dest in read_names, f"{command.prog}: {action.dest}"
