@@ -518,10 +518,13 @@ def test_no_agent_begins_before_its_wave(tmp_path: Path) -> None:
     walk = Walk(tmp_path)
     walk.type("labels")
     walk.shell("kubectl label node worker7 hybrid-proxy.io/kube-proxy- hybrid-proxy.io/wave-")
-    start, _ = typed("start")
+    start, counted, shown = typed("start")
     assert walk.shell(start, 1).split()[-1] == "node/worker7"
     assert "hybrid-proxy" not in walk.cluster.objects["daemonsets"]
-    walk.shell("kubectl apply -k ../site/kubeadm && kubectl -n kube-system rollout status daemonset/hybrid-proxy")
+    walk.shell("kubectl apply -k ../site/kubeadm")
+    walk.shell(counted)
+    assert walk.shell(shown).split() == ["DESIRED", "1"], "not what it is before the controller has counted"
+    walk.shell("kubectl -n kube-system rollout status daemonset/hybrid-proxy")
     assert walk.pods("hybrid-proxy") == {"worker7"}
     walk.type("joined", 0)
     walk.type("rollback", 0)
