@@ -20,7 +20,7 @@ NAMED: Final = 8  # endpoints in a row
 OTHERS: Final = "many Services at once"
 ADDRESSES: Final = "its addresses and routes"  # of this node
 NOT_SERVED: Final = "not served now"
-DELETED: Final = "Service deleted"
+CREATED, DELETED = "Service created", "Service deleted"
 NOT_READY: Final = "not ready"
 LEFT_OUT: Final = "serving, but no new connections from here"  # by a policy, or because they end
 CUT: Final = " is down, and what led by it is gone"  # after the name of an interface
@@ -92,13 +92,10 @@ class ChangeRow(msgspec.Struct, kw_only=True, frozen=True):
                 f"{backend} ejected {f'{times} x ' * (times > 1)}({some(those, '; ')}); gets {now.partition(': ')[0]}"
             )
         word = self.what or ("ready" if self.ready else "removed")
-        newest = {each: times for each, times in those.items() if each not in self.outdated}
+        counted = [(each, times) for each, times in Counter(those).most_common() if each not in self.outdated]
+        newest = some([f"{each} ({times} x)" if times > 1 else each for each, times in counted])
         before = f"; before that {some(self.outdated)}, {'gone' if self.ready else 'back'} by now" * bool(self.outdated)
-        return f"{word}: {_counted(newest) or 'others'}{before}" if those else self.what
-
-
-def _counted(those: Mapping[str, int]) -> str:
-    return some([f"{each} ({times} x)" if times > 1 else each for each, times in Counter(those).most_common()])
+        return f"{word}: {newest or 'others'}{before}" if those else self.what
 
 
 def joined(before: ChangeRow, after: ChangeRow) -> ChangeRow:
@@ -118,14 +115,15 @@ def _most(before: Mapping[str, int], after: Mapping[str, int]) -> Mapping[str, i
 def folded(rows: Iterable[ChangeRow]) -> list[ChangeRow]:
     """Returns one row for those with one key that come close together; the oldest first, by the last time.
 
-    Endpoints of a Service are added and removed in turns. Anything else about it, or about the node, that happens in
-    between keeps rows apart: a link that is down, up and down again.
+    A Service and its endpoints are added and removed in turns. Anything else about it, or about the node, that happens
+    in between keeps rows apart: a link that is down, up and down again.
     """
     found: dict[int, ChangeRow] = {}  # by the place of the last one; those of one moment stay in their order
     ready: dict[tuple[str, str], bool] = {}  # by the newest row about an endpoint of a Service
     newest: dict[tuple[str | bool, ...], int] = {}  # the places of those that others may be joined to
     for place, row in enumerate(sorted(rows, key=lambda each: each.last)):
-        about = row.key if row.kind in ("endpoints", "ejection") else row.key[:2]
+        turns = row.kind in ("endpoints", "ejection") or row.what in (CREATED, DELETED)
+        about = row.key if turns else row.key[:2]
         gap = LONGEST_ROW if row.kind == "ejection" else FOLD_SECONDS
         last = found.get(newest.get(about, place))
         near = last and row.first - last.last < gap and row.first - last.first < LONGEST_ROW
@@ -161,7 +159,7 @@ def change_of(
             count=max(1, len(ready), len(gone) * (kind == "endpoints")), ready=named[0], gone=named[1],
         )  # fmt: skip
 
-    said = ["served now" if by or objects[0] else "Service created"] if after and not before else []
+    said = ["served now" if by or objects[0] else CREATED] if after and not before else []
     if before and after:
         old, new = objects
         said = differences(_spec(old), _spec(new)) if old and new else []

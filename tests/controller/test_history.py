@@ -272,6 +272,21 @@ def test_an_endpoint_that_comes_again_and_again_flaps_and_a_rollout_does_not() -
     assert [(row.flapping, row.count, len(row.ready or row.gone)) for row in rolled] == 2 * [(False, 20, NAMED)]
 
 
+def test_a_service_that_is_made_and_deleted_in_turns_has_a_row_for_each() -> None:
+    rows = []
+    for number in range(4):
+        rows += change_of(NAME, (), entries(A), NOW + 2 * number, "", (None, service()))
+        rows += change_of(NAME, entries(A), (), NOW + 2 * number + 1, "", (service(), None))
+    found = [(row.text, row.count) for row in folded(rows)]
+    assert found == [
+        ("Service created", 4),
+        (f"FLAPPING: ready: {A} (4 x)", 4),
+        (f"removed: {A} (4 x)", 4),
+        ("Service deleted: ClusterIP 10.96.0.1 (4 x)", 4),
+    ]
+    assert last_known(NAME, folded(rows), NOW + 8) == "; it was deleted 1s ago"
+
+
 @pytest.mark.parametrize(("times", "seconds", "rows"), [(2 * FLAPS, 50.0, 2), (2 * FLAPS, 70.0, 2 * FLAPS)])
 def test_only_what_happens_close_together_is_folded(times: int, seconds: float, rows: int) -> None:
     found = folded(toggles(times, seconds))
