@@ -69,8 +69,8 @@ class Trouble(NamedTuple):
 def troubles(status: AgentStatus, *, serves: bool = False, answered: Collection[str] = ()) -> list[Trouble]:
     """List what is wrong, the worst first, and at the end what is only remarkable.
 
-    `serves`: something is programmed, be it by a former agent. `answered`: service ports and backends (`ADDRESS of
-    PORT`) that answer doctor now; the agent learns that from clients alone.
+    `serves`: something is programmed, be it by a former agent. `answered`: service ports, their families (`IPv4 of
+    PORT`) and backends (`ADDRESS of PORT`) that answer doctor now; the agent learns that from clients alone.
     """
     found = [*map(uplink_down, status.cut), *_sync_troubles(status, serves=serves)]
     if status.leaving:
@@ -246,7 +246,10 @@ def _backend_troubles(status: AgentStatus, answered: Collection[str]) -> Iterato
         each = "each backend refused its last connection, or did not answer"
         details = [f"{name}: {each}" for name in failing if name not in sick]
         details += [text for text, row in states.items() if row.service in failing]
-        text, todo = f"all backends of {some(failing)} fail", _ask_doctor(failing[0])
+        named = [
+            name + "".join(f" (IPv{10 - f})" for f in (4, 6) if f"IPv{f} of {name}" in answered) for name in failing
+        ]
+        text, todo = f"all backends of {some(named)} fail", _ask_doctor(failing[0])
         yield Trouble("backends", "backends-fail", text, "failing", details, todo=todo, said=[text])
     if own := {text: row for text, row in states.items() if row.service not in failing}:
         ejected = sum(row.ejected for row in own.values())

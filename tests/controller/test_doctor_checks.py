@@ -895,6 +895,17 @@ def test_endpoints_that_flap_come_after_what_is_wrong_now() -> None:
 
 
 @pytest.mark.parametrize(
+    ("four", "six", "named"), [("answered", "refused", " (IPv6)"), ("refused", "answered", " (IPv4)"), (*CLOSED, "")]
+)
+def test_the_family_of_which_all_backends_fail_is_named(four: Outcome, six: Outcome, named: str) -> None:
+    agent = agent_status(dataplane=dataplane(failing=["shop/web:http"]))
+    node = msgspec.structs.replace(WELL, agent=agent, programmed={"ebpf": 1})
+    now = msgspec.structs.replace(node, tried=(*tried(A, four, None), *tried(A6, six, None)))
+    found = diagnose("node", list(node_findings(now)))
+    assert (found.well, found.verdict) == (False, f"all backends of shop/web:http{named} fail")
+
+
+@pytest.mark.parametrize(
     ("client", "unready", "mark", "certain"),
     [("", [], "warning", True), ("10.0.0.8", [], "warning", True), ("10.0.0.9", [], "problem", False),
      ("10.0.0.9", ["10.0.0.3"], None, True)],

@@ -225,9 +225,10 @@ def _agent_findings(agent: AgentStatus, facts: NodeFacts) -> Iterator[Finding]:
     yield Finding("ok", "agent", f"it runs on node {agent.node}, up {age(agent.uptime_seconds)}")
     looked_at = LOOKED_AT | ({"link-down"} if facts.down else set())
     serves = any(facts.programmed.values())
-    names = [(each, (each.port, f"{each.target} of {each.port}")) for each in facts.tried]
-    bad = {name for each, both in names if each.outcome not in ANSWERED for name in both}
-    answered = {name for _, both in names for name in both} - bad
+    families = ((each, f"IPv{family_of(_host(each))} of {each.port}") for each in facts.tried)
+    names = [(each, (each.port, f"{each.target} of {each.port}", family)) for each, family in families]
+    bad = {name for each, those in names if each.outcome not in ANSWERED for name in those}
+    answered = {name for _, those in names for name in those} - bad
     found = [each for each in troubles(agent, serves=serves, answered=answered) if each.cause not in looked_at]
     drains = "".join(f"; mode {left.mode} drains, {left.text}" for left in agent.draining)
     without = f", but for {several(len(facts.unprogrammed), 'service port')}" * bool(facts.unprogrammed)
@@ -887,8 +888,10 @@ def _connections(facts: ServiceFacts, node: NodeFacts) -> Iterator[Finding]:
     yield from _slow(direct)
     if bad:
         good = _good_words([each for each in direct if each.port == bad[0].port])
-        text = f"every backend {good}, but " * (bad[0] not in shut) + f"{_end(bad[0])} {_words(bad[0])} {_from(bad)}"
-        todo = f"`hybrid-proxy trace {_packets(bad[0])}` follows a connection of this client, point by point"
+        first, why = bad[0], bad[0].detail
+        word = "refuses" if first.outcome == "refused" else FAILURES[first.outcome][0] + f" ({why})" * bool(why)
+        text = f"every backend {good}, but " * (first not in shut) + f"{_end(first)} {word} {_from(bad)}"
+        todo = f"`hybrid-proxy trace {_packets(first)}` follows a connection of this client, point by point"
         yield Finding("problem", "service address", text, todo, "service-path", _is_sure(bad, facts))
     elif served:
         many = len({each.end for each in through}) > 1
@@ -1268,12 +1271,6 @@ def _sticky(failed: Tried, facts: ServiceFacts, node: NodeFacts) -> str:
 
 
 # Words
-
-
-def _words(each: Tried) -> str:
-    if each.outcome not in FAILURES:
-        return "refuses" if each.outcome == "refused" else each.outcome
-    return FAILURES[each.outcome][0] + (f" ({each.detail})" if each.detail else "")
 
 
 def _good_words(tried: Sequence[Tried], *, many: bool = False) -> str:
