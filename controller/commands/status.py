@@ -53,9 +53,7 @@ def _other_lines(status: p.AgentStatus, found: Sequence[Trouble], now: float, *,
     yield from _configuration_lines(status.configuration)
     # Until the first table, a former agent's programs serve what this agent has not attached.
     dataplane = msgspec.structs.replace(status.dataplane, ebpf=None) if status.starting else status.dataplane
-    flags = {trouble.todo.split()[1] for trouble in found if trouble.todo.startswith("raise ")}  # said above
-    notes = [text for text in dataplane.warnings if "nearly full" not in text or text.split()[-1] not in flags]
-    yield from _dataplane_lines(msgspec.structs.replace(dataplane, warnings=notes), wide=wide)
+    yield from _dataplane_lines(dataplane, wide=wide)
     if wide and status.start_parts:
         used = status.start_processor_seconds
         yield "the start" + ("" if used is None else f" took {used:.2f} s of a processor") + ":"

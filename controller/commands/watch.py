@@ -83,8 +83,9 @@ def _print(args: argparse.Namespace, rows: list[PacketEvent], *, silent: bool = 
         whose = f" of {args.service}" if args.service else ""
         when = f" in the last {args.since}" if args.since else ""
         none = f"hybrid-proxy dropped or rejected no packet{whose}{when}, and saw no backend fail, as far as events are"
-        none += " kept; `backends` counts those of the node's own sockets; what the kernel drops (firewalls, routes,"
-        remark(f"{none} sockets), `hybrid-proxy trace {f'{args.service} ' if args.service else ''}--drops` shows")
+        none += " kept (mode ebpf: `backends` has failures of the node's own sockets); what the kernel drops"
+        look = f"`hybrid-proxy trace {f'{args.service} ' if args.service else ''}--drops` shows"
+        remark(f"{none} (firewalls, routes, sockets), {look}")
 
 
 def _columns(

@@ -10,7 +10,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from ipaddress import ip_address, ip_network
 
 import msgspec
@@ -23,6 +23,7 @@ from hybrid_proxy.controller.semantics.entries import (
     Settings,
     networks_of,
 )
+from hybrid_proxy.dataplane.reports import some
 from hybrid_proxy.dataplane.table import NodeNetwork, PodMatch, family_of
 
 
@@ -148,6 +149,15 @@ def node_faults(
                 "--node-ip, or set --bind-address"
             )
     yield from node_port_faults(settings, network)
+    ranges = networks_of(settings.cluster_cidrs) if settings.detect is DetectLocalMode.CLUSTER_CIDR else ()
+    for cidr in known.pod_cidrs:
+        pods = ip_network(cidr, strict=False)
+        same = [each for each in ranges if each.version == pods.version]
+        if same and not any(pods.subnet_of(each) for each in same):  # type: ignore[arg-type]
+            yield (
+                f"clusterCIDR ({', '.join(map(str, same))}) does not contain {cidr}, the podCIDR of the Node {name}: "
+                "its pods count as clients from outside; correct --cluster-cidr"
+            )
     own = (*network.primary, *_first_of_each_family(_named(settings, node)))
     for cidr, what in wrong_ranges(settings, node, own, service_cidrs, routes).items():
         if not settings.proxy_name:
@@ -155,6 +165,15 @@ def node_faults(
                 f"the service range {cidr} is not believed, because it contains {what}: its unallocated addresses are "
                 "not dropped; correct the ServiceCIDR"
             )
+
+
+def astray(name: str, nodes: Collection[str]) -> Iterator[str]:
+    """Describes a node whose name none of the endpoints' `nodes` is, where it has no Node object: that is served."""
+    if nodes and name not in nodes:
+        yield (
+            f"there is no Node {name}, and no endpoint is on it, but on {some(sorted(nodes))}: policies Local serve "
+            "nothing here; correct --hostname-override unless that is meant"
+        )
 
 
 def node_port_faults(settings: Settings, network: NodeNetwork) -> Iterator[str]:

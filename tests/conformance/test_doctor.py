@@ -13,6 +13,7 @@ import signal
 import socket
 import struct
 import tarfile
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
@@ -426,6 +427,28 @@ def neighbour(pod: str) -> Provoke:
             clinic.run("node", "ip", "neigh", "del", *entry)
 
     return provoke
+
+
+@contextmanager
+def dropping(clinic: Clinic) -> Iterator[None]:
+    """A pod sends datagrams to another one all the time, which a rule of FORWARD counts and drops."""
+    over = threading.Event()
+
+    def send(client: socket.socket) -> None:
+        while not over.wait(0.01):
+            client.sendto(b"lost", (clinic.lab["pod1"].address4, HTTP))
+
+    with (
+        clinic.rules("node", COUNTING.replace("tcp", "udp")),
+        clinic.lab.socket("pod4", kind=socket.SOCK_DGRAM) as client,
+    ):
+        sender = threading.Thread(target=send, args=(client,))
+        sender.start()
+        try:
+            yield
+        finally:
+            over.set()
+            sender.join()
 
 
 @contextmanager
@@ -1051,6 +1074,7 @@ INCIDENTS = [
         said="POSTROUTING",
     ),
     Incident("a pod's link takes less than it sends", small_mtu, LARGE, "mtu", alone=True, said="veth2", own=True),
+    Incident("a pod's link takes less, and the node is asked", small_mtu, (), "mtu", said="veth2"),
     Incident(
         "a pod's link is down",
         link_down("node"),
@@ -1367,6 +1391,7 @@ INCIDENTS = [
         said="policy drop",
         advised="`iptables -P FORWARD ACCEPT`",
     ),
+    Incident("FORWARD drops, counted, and the node is asked", dropping, (), "firewall", said="just now"),
     Incident("an endpoint flaps", flapping, (NAME,), "flapping", own=True),
     Incident("the agent is dead", no_agent, (), "no-agent", advised="start it as it was: `"),
     Incident("the agent is dead, asked about a service", no_agent, (NAME,), "no-agent", own=True),

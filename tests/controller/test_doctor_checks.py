@@ -129,6 +129,7 @@ def rule(hook: str, text: str = "tcp dport 8080 drop", packets: int | None = Non
     return Rule("inet fw", "c", (hook,), text, packets)
 
 
+DROPPING = rule("forward", packets=9)
 OWN_DROP = msgspec.structs.replace(rule("output", "counter drop"), pod=("10.0.0.9", "fd00::9"))
 AT_A = msgspec.structs.replace(rule("input"), pod=("10.0.0.1",))
 AT_A_REJECTS = msgspec.structs.replace(AT_A, text="ct state new reject with tcp reset")
@@ -400,7 +401,7 @@ def test_a_link_that_is_down_is_one_problem_with_the_command_for_its_end(end: st
     _, _, findings = service(facts(tried(A, "unreachable", "silent"), tried(B), tried(VIP, "silent"), links=(link,)))
     (problem,) = [each for each in findings if each.mark == "problem"]
     assert (problem.cause, problem.todo.startswith(f"`{end}`")) == ("link-down", True)
-    node = msgspec.structs.replace(WELL, agent=agent_status(down=["veth1"]), down=(link,))
+    node = msgspec.structs.replace(WELL, agent=agent_status(down=["veth1"]), links=(link,))
     assert [each for each in node_findings(node) if each.cause == "link-down"] == [problem]
 
 
@@ -501,6 +502,9 @@ NODES = [
     pytest.param({"other_proxies": ("kube-proxy is working here",), "agent": agent_status(left_took=0, dataplane=IN_PLACE)}, "other-proxy", "problem", id="a kube-proxy that works"),
     pytest.param({"forwarding": {4: True, 6: False}}, "forwarding-off", "problem", id="no forwarding of IPv6"),
     pytest.param({"closed": (rule("forward", "policy drop", 9),)}, "firewall", "warning", id="the policy of FORWARD drops"),
+    pytest.param({"closed": (DROPPING,), "counted": {msgspec.structs.replace(DROPPING, packets=None): 2}}, "firewall", "warning", id="a rule of FORWARD drops now"),
+    pytest.param({"links": (PodLink("veth1", ("10.0.0.7",), 1400, 1500),)}, "mtu", "problem", id="a pod's link takes less than it sends"),
+    pytest.param({"links": (PodLink("veth1", ("10.0.0.7",), 1500, 1500),), "uplinks": {"eth0": 1400}}, "mtu", "warning", id="the uplink takes less than pods send"),
     pytest.param({"taken": (Taken("a/b", "10.96.0.9", Rule("ip x", "c", ("prerouting",), "dnat to 10.0.0.1", 9, away=True)),)}, "foreign-nat", "problem", id="NAT of another program"),
     pytest.param({"conntrack": Fill(100, 100)}, "conntrack-full", "problem", id="conntrack is full"),
     pytest.param({"conntrack": Fill(95, 100)}, "conntrack-full", "problem", id="conntrack is nearly full"),

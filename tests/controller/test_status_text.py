@@ -387,14 +387,13 @@ ONE_TROUBLE = (
 def test_what_a_full_map_leaves_out_is_said_once_and_puts_the_node_out_of_sync() -> None:
     full = "map services (--max-services) is full (1024)"
     missed = [Unprogrammed(f"prod/s{number}:http", full) for number in (*range(12), 3)]
-    beside = attached(maps={"services": MapUsage(1024, 1, 1023, 1024)})
-    notes = [f"map {name} is nearly full, with 9 of 9 entries: raise --max-{name}" for name in ("services", "slots")]
-    status = agent_status(dataplane=dataplane(ebpf=beside, unprogrammed=missed, warnings=notes))
+    beside = attached(maps={"services": MapUsage(1024, 1, 1023, 1024), "slots": MapUsage(9, 1, 9, 9)})
+    status = agent_status(dataplane=dataplane(ebpf=beside, unprogrammed=missed))
     assert verdict(status) is Verdict.NOT_IN_SYNC
     shown = text(status, 200)
     assert f"  NOT PROGRAMMED: prod/s0:http, prod/s10:http, prod/s11:http and 9 more: {full}\n" in shown
-    assert shown.count("is full") == shown.count("raise --max-services") == 1
-    assert "note: map slots is nearly full" in shown
+    assert shown.count("(1024)") == shown.count("raise --max-services") == 1
+    assert "table: slots is full: 9 of 9 entries are used" in shown
     lacks = agent_status(dataplane=dataplane(unprogrammed=[Unprogrammed("a/b", "SCTP is not in this kernel")]))
     assert verdict(lacks) is Verdict.DEGRADED, "no operator can change that"
 

@@ -167,7 +167,7 @@ def node_findings(facts: NodeFacts) -> Iterator[Finding]:
         yield _without_agent(facts)
     else:
         yield from _agent_findings(agent, facts)
-        yield from (_link_down(link) for link in facts.down if link.interface in agent.down)
+        yield from (_link_down(link) for link in facts.links if link.down and link.interface in agent.down)
     none = Finding("ok", "other proxies", "there is none")
     if facts.denied:
         none = Finding("unknown", "other proxies", "permission denied", AS_ROOT)
@@ -181,12 +181,23 @@ def node_findings(facts: NodeFacts) -> Iterator[Finding]:
     for each in facts.lost_routes:
         text = f"this node lost its route to {each.split()[3]}, and {each.split()[-1]}, by which it led, is up"
         yield Finding("warning", "routes", text, f"`{each}`; the CNI plugin's log may say why", "endpoint-route")
-    for rule in facts.closed:  # what no rule of FORWARD accepts is dropped: its counter tells whether that hinders pods
+    for rule in facts.closed:  # its counter tells whether that hinders pods
+        now = facts.counted.get(msgspec.structs.replace(rule, packets=None), 0)
+        policy = rule.text.lower() == "policy drop"
+        if not (now or policy):  # others are meant to drop what they name
+            continue
         todo = _count_it(rule) if rule.packets is None else f"if these are pods', {_accept(rule)}"
         bad: Mark = "problem" if lost_on_the_way(facts.tried) else "warning"
         mark: Mark = "unknown" if rule.packets is None else bad if rule.packets else "ok"
-        text = f"FORWARD drops what no rule of it accepts: {rule}; {so_far(rule)}"
+        what = "what no rule of it accepts" if policy else "packets"
+        text = f"FORWARD {_does(rule)} {what}: {rule}; {so_far(rule)}{f', {now} just now' * bool(now)}"
         yield Finding(mark, "firewall", text, todo, "firewall" if mark == bad else "")
+    yield from (_small_link(link) for link in facts.links if 0 < link.mtu < link.sends)
+    largest = max((link.sends for link in facts.links), default=0)
+    for name in (name for name, mtu in facts.uplinks.items() if mtu < largest):
+        text = f"MTU: pods send packets of up to {largest} bytes, and the uplink {name} takes {facts.uplinks[name]}"
+        todo = f"`ip link set {name} mtu {largest}` where its network takes that, or correct the CNI plugin's MTU"
+        yield Finding("warning", "links", f"{text}: what is larger needs ICMP that comes back", todo, "mtu")
     yield from _away(facts)
     yield _reverse_path(facts)
     if facts.conntrack is not None:
@@ -223,7 +234,7 @@ def _without_agent(facts: NodeFacts) -> Finding:
 
 def _agent_findings(agent: AgentStatus, facts: NodeFacts) -> Iterator[Finding]:
     yield Finding("ok", "agent", f"it runs on node {agent.node}, up {age(agent.uptime_seconds)}")
-    looked_at = LOOKED_AT | ({"link-down"} if facts.down else set())
+    looked_at = LOOKED_AT | ({"link-down"} if any(link.down for link in facts.links) else set())
     serves = any(facts.programmed.values())
     families = ((each, f"IPv{family_of(_host(each))} of {each.port}") for each in facts.tried)
     names = [(each, (each.port, f"{each.target} of {each.port}", family)) for each, family in families]
@@ -367,7 +378,8 @@ def _recent_drops(facts: NodeFacts) -> Finding:
         todo = AS_ROOT if facts.denied else "`hybrid-proxy trace --drops` asks the kernel"
         return Finding("unknown", "drops", facts.events_unknown, todo)
     if not facts.events:
-        return Finding("ok", "drops", "none in the last minutes (`backends` counts failures of the node's own sockets)")
+        own = " (`backends` counts failures of the node's own sockets)" * ("ebpf" in facts.programmed)
+        return Finding("ok", "drops", f"none in the last minutes{own}")
     text = f"in the last minutes, the last {ago(facts.now - facts.events[-1].time)}: {_by_reason(facts.events)}"
     return Finding("warning", "drops", text, "`hybrid-proxy drops` lists them", "drops")
 
@@ -679,13 +691,7 @@ def _links(facts: ServiceFacts) -> Iterator[Finding]:
         if each.down:
             yield _link_down(each)
         elif 0 < each.mtu < each.sends:
-            lost = f", and {several(each.drops, 'packet')} were dropped just now" if each.drops else ""
-            text = (
-                f"MTU: {where} sends packets of up to {each.sends} bytes, and {each.interface}, the node's "
-                f"end of its link, drops what is larger than {each.mtu}{lost}"
-            )
-            todo = f"`ip link set {each.interface} mtu {each.sends}`, and correct the CNI plugin's MTU"
-            yield Finding("problem", "links", text, todo, "mtu", hits=1)
+            yield _small_link(each)
         elif each.drops and not all(map(is_good, facts.tried)):
             text = f"the link of {where} ({each.interface}) dropped {several(each.drops, 'packet')} just now"
             text += f"; the pod takes up to {each.sends} bytes, the node sends {each.mtu}" * (0 < each.sends < each.mtu)
@@ -703,6 +709,16 @@ def _misled(facts: ServiceFacts) -> dict[str, tuple[str, str]]:
     sent = {_host(each) for each in direct if each.outcome == "sent"}  # it is not known whether these fail
     failing |= {address for address in sent & facts.astray.keys() if not facts.astray[address][0].endswith("?")}
     return {address: found for address, found in facts.astray.items() if address in failing}
+
+
+def _small_link(link: PodLink) -> Finding:
+    lost = f", and {several(link.drops, 'packet')} were dropped just now" if link.drops else ""
+    text = (
+        f"MTU: pod {' '.join(link.addresses[:1])} sends packets of up to {link.sends} bytes, and {link.interface}, the "
+        f"node's end of its link, drops what is larger than {link.mtu}{lost}"
+    )
+    todo = f"`ip link set {link.interface} mtu {link.sends}`, and correct the CNI plugin's MTU"
+    return Finding("problem", "links", text, todo, "mtu", hits=1)
 
 
 def _link_down(link: PodLink) -> Finding:

@@ -22,6 +22,8 @@ from hybrid_proxy.controller.commands.terminal import print_lines, print_value, 
 from hybrid_proxy.controller.errors import ConfigError, ControllerError
 from hybrid_proxy.controller.semantics.explain import Packet
 from hybrid_proxy.controller.text import printable
+from hybrid_proxy.dataplane.firewall_rules import counted
+from hybrid_proxy.dataplane.kernel.foreign_rules import read_rules
 
 MARKS: Final = {"ok": "✓", "warning": "!", "problem": "✗", "unknown": "?"}
 TONES: Final = {"ok": Tone.GOOD, "warning": Tone.WARN, "problem": Tone.BAD, "unknown": Tone.DIM}
@@ -33,7 +35,7 @@ WHOLE: Final = 1 << 20  # the width of what is no terminal: no line of it is wra
 
 def run(args: argparse.Namespace) -> int:
     """Diagnose; the exit code: 0 all is well, 1 there is a problem."""
-    from hybrid_proxy.controller.commands.doctor.node import at_node, losses
+    from hybrid_proxy.controller.commands.doctor.node import at_node, in_forward, losses, pod_links
     from hybrid_proxy.controller.commands.doctor.service import at_namespace, at_service, try_failing
     from hybrid_proxy.controller.commands.views import agent_at
 
@@ -52,9 +54,12 @@ def run(args: argparse.Namespace) -> int:
         services = at_namespace(args, node)
     elif args.service or packet is not None:
         services = [at_service(args, packet, node)]
-    elif (agent := node.facts.agent) is not None:
-        again = try_failing(args, agent.dataplane, node)
-        node = node._replace(facts=msgspec.structs.replace(node.facts, tried=again))
+    else:
+        agent = node.facts.agent
+        again = try_failing(args, agent.dataplane, node) if agent is not None else ()
+        grown = counted(node.facts.closed, in_forward(read_rules()[0])) if node.facts.closed else {}
+        facts = msgspec.structs.replace(node.facts, tried=again, counted=dict(grown), links=pod_links())
+        node = node._replace(facts=facts)
     lost = {name: (count, count - before.get(name, 0)) for name, count in losses().items()}
     node = node._replace(facts=msgspec.structs.replace(node.facts, lost=lost))
     if node.here is not None:

@@ -95,7 +95,10 @@ class NodeFacts(msgspec.Struct, kw_only=True, frozen=True):
     other_proxies: tuple[str, ...] = ()
     forwarding: dict[int, bool] = {}  # family -> whether the kernel forwards
     stopped: tuple[str, ...] = ()  # interfaces of pods, and those of default routes, from which it forwards nothing
-    closed: tuple[Rule, ...] = ()  # policies of FORWARD that drop
+    closed: tuple[Rule, ...] = ()  # rules and policies of FORWARD that drop or reject
+    counted: dict[Rule, int] = {}  # what these counted while doctor looked
+    uplinks: dict[str, int] = {}  # MTUs
+    links: tuple[PodLink, ...] = ()  # of pods, where the node alone is asked
     taken: tuple[Taken, ...] = ()  # by NAT of other programs
     reverse_path: dict[str, int] = {}  # interface -> rp_filter
     lost: dict[str, tuple[int, int]] = {}  # counter of the kernel -> since the boot, and while doctor looked
@@ -104,7 +107,6 @@ class NodeFacts(msgspec.Struct, kw_only=True, frozen=True):
     empty: tuple[str, ...] = ()  # service ports that have no backend
     ejections: tuple[Ejection, ...] = ()
     tried: tuple[Tried, ...] = ()  # connections to backends that fail by what the agent knows
-    down: tuple[PodLink, ...] = ()
     beside: tuple[str, ...] = ()  # hooks where foreign programs run before or after ours
     events: tuple[PacketEvent, ...] = ()  # drops, rejects and failures of backends, of the last minutes
     own_failures: frozenset[str | None] = frozenset()  # backends where connections of doctor failed, and no client's

@@ -7,12 +7,13 @@ import os
 import re
 import time
 from collections.abc import Callable, Iterable
+from itertools import islice
 from pathlib import Path
 from typing import Final, NamedTuple, TypeVar
 
 import msgspec
 
-from hybrid_proxy.controller.commands.doctor.facts import NodeFacts
+from hybrid_proxy.controller.commands.doctor.facts import NodeFacts, PodLink
 from hybrid_proxy.controller.commands.doctor.way import link_of
 from hybrid_proxy.controller.commands.troubles import NEARLY_FULL
 from hybrid_proxy.controller.commands.views import Agent, Programmed, frontends, last_changes
@@ -22,7 +23,7 @@ from hybrid_proxy.controller.serving.admin import BusyError, NoAgentError, Start
 from hybrid_proxy.controller.serving.memory import how_it_ended, memory_path, recall
 from hybrid_proxy.controller.serving.protocol import AgentStatus
 from hybrid_proxy.dataplane.errors import DataplaneError
-from hybrid_proxy.dataplane.firewall_rules import taken
+from hybrid_proxy.dataplane.firewall_rules import Rule, taken
 from hybrid_proxy.dataplane.kernel import conntrack, links, namespaces, sysctl
 from hybrid_proxy.dataplane.kernel.foreign_rules import read_rules
 from hybrid_proxy.dataplane.kernel.other_proxies import find_other_proxies
@@ -30,6 +31,7 @@ from hybrid_proxy.dataplane.other_proxies import warnings
 from hybrid_proxy.dataplane.reports import PacketEvent, ServiceRow
 
 RECENT_SECONDS: Final = 300.0
+MOST_PODS: Final = 256  # more are not looked for
 Read = TypeVar("Read")
 
 
@@ -65,7 +67,7 @@ def at_node(asked: Agent, cgroup: str | None) -> Node:
     lost = sorted((to, by) for to, by in led if by in hosts and not any(to in each for each in hosts.values()))
     routed = (each for each in interfaces.interfaces if each.peer_elsewhere or each.default_route)
     ways = [each.name for each in routed if not each.master]
-    pods, views = namespaces.pods() if agent and agent.down else (), here.views if here else ()
+    views = here.views if here else ()
     memory = recall(path := memory_path(asked.admin_socket)) if error else None
     end = how_it_ended(path, memory) if memory else None
     lacking = (row for row in rows if not row.backends and row.frontends)
@@ -85,7 +87,7 @@ def at_node(asked: Agent, cgroup: str | None) -> Node:
         other_proxies=_other_proxies(agent, here),
         forwarding={each: sysctl.read(sysctl.FORWARDING[each]) != "0" for each in sorted(families)},
         stopped=tuple(name for name in ways if sysctl.read(f"net/ipv4/conf/{name}/forwarding") == "0"),
-        closed=tuple(rule for rule in rules if rule.hooks == ("forward",) and rule.text.lower() == "policy drop"),
+        closed=in_forward(rules),
         taken=tuple(dict.fromkeys(taken(rules, frontends(rows).items()))),
         reverse_path=_read(_reverse_path)[0] or {},
         conntrack=table,
@@ -94,7 +96,7 @@ def at_node(asked: Agent, cgroup: str | None) -> Node:
         ),
         empty=tuple(sorted(name + " (IPv6)" * ((name, False) not in idle) for name in dict(idle))),
         ejections=tuple(here.agent.ejections) if here and here.agent else (),
-        down=_read(lambda: tuple(link_of(pod, (), interfaces) for pod in pods if pod.down))[0] or (),
+        uplinks={each.name: each.mtu for each in interfaces.interfaces if each.default_route and each.mtu},
         beside=_read(lambda: tuple(text for _, view in views for text in view.shared_hooks(cgroup)))[0] or (),
         changes=tuple(changes),
         held=interfaces.held,
@@ -106,6 +108,18 @@ def at_node(asked: Agent, cgroup: str | None) -> Node:
         events_unknown=events_unknown,
     )
     return Node(facts, here, rows)
+
+
+def in_forward(rules: Iterable[Rule]) -> tuple[Rule, ...]:
+    """Return the rules that drop or reject packets of pods on their way."""
+    return tuple(rule for rule in rules if "forward" in rule.hooks and not rule.away)
+
+
+def pod_links() -> tuple[PodLink, ...]:
+    """Return the links of pods whose namespaces can be entered."""
+    here = links.read_node()
+    pods = islice(namespaces.pods(), MOST_PODS)
+    return _read(lambda: tuple(link_of(pod, here.addresses, here) for pod in pods))[0] or ()
 
 
 def losses() -> dict[str, int]:

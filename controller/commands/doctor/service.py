@@ -14,7 +14,7 @@ import msgspec
 from hybrid_proxy.controller.commands.doctor.checks import lost_on_the_way, places, reached
 from hybrid_proxy.controller.commands.doctor.connect import REPEAT_SECONDS, Attempt, Origin, repeats, speech_of, try_all
 from hybrid_proxy.controller.commands.doctor.facts import PodLink, ServiceFacts, Tried
-from hybrid_proxy.controller.commands.doctor.node import Node, recent
+from hybrid_proxy.controller.commands.doctor.node import MOST_PODS, Node, recent
 from hybrid_proxy.controller.commands.doctor.way import astray, link_of, listening, rules_here
 from hybrid_proxy.controller.commands.names import Asked, checked
 from hybrid_proxy.controller.errors import ControllerError
@@ -31,7 +31,6 @@ from hybrid_proxy.dataplane.table import Backend, BackendSet, Frontend, Kind, Pr
 
 MOST_BACKENDS: Final = 32  # of each service port: more connections at once would be a load of their own
 MOST_ATTEMPTS: Final = 256  # in all
-MOST_PODS: Final = 256  # more are not looked for
 MOST_FLOWS: Final = 1 << 16
 
 

@@ -64,7 +64,7 @@ class Reports:
                 f"the traffic of backends with numbers from {traffic.backends} on is not counted: rows for {backends} "
                 f"would take more than {MOST_BYTES >> 20} MiB"
             )
-        others = filter(None, [self._fast_path.decision.warning, *self._nearly_full.values(), self._datapath.failure])
+        others = filter(None, [self._fast_path.decision.warning, self._datapath.failure])
         return [*messages, *others]
 
     def nearly_full(self) -> Iterable[Event]:

@@ -159,7 +159,6 @@ def test_warnings_name_what_is_not_as_configured() -> None:
             "the traffic of backends with numbers from 8192 on is not counted: rows for 16384 would take more than "
             f"{MOST_BYTES >> 20} MiB"
         ),
-        "slots are nearly full",
         "no memory",
     ]
 
