@@ -44,6 +44,18 @@ def test_vagrant_understands_the_file_and_finds_its_scripts(tmp_path: Path) -> N
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+def test_a_box_and_what_was_built_here_are_not_copied_to_the_machines(tmp_path: Path) -> None:
+    (listed,) = re.findall(r"rsync__exclude: \[(.*)\]", (VAGRANT / "Vagrantfile").read_text())
+    (box,) = set(re.findall(r"^sh vagrant/box\.sh (\S+)$", (VAGRANT / "README.md").read_text(), re.MULTILINE))
+    source, copy = tmp_path / "source", tmp_path / "copy"
+    for name in (box, ".venv/bin/python", "build/tools/nginx", "dist/SHA256SUMS", "deploy/site.sh"):
+        (source / name).parent.mkdir(parents=True, exist_ok=True)
+        (source / name).touch()
+    excludes = [f"--exclude={each}" for each in re.findall(r'"(.*?)"', listed)]
+    subprocess.run(["rsync", "-a", *excludes, f"{source}/", copy], check=True)
+    assert [path for path in copy.rglob("*") if path.is_file()] == [copy / "deploy/site.sh"]
+
+
 HEADING = "printf 'Filesystem 1024-blocks Used Available\\n/dev/sda1 9 9 "
 
 

@@ -23,6 +23,7 @@ if [ "$NODE_ADDRESS" = "$CONTROL_ADDRESS" ]; then
     mv "$file.new" "$file"
 else
     # The control plane may still be building: an hour.
+    echo "image: waits for that of $CONTROL_ADDRESS; it offers it for two hours, and after vagrant provision control again"
     curl -fsS --retry 720 --retry-delay 5 --retry-all-errors -o "$file" "http://$CONTROL_ADDRESS:8079/image.tar"
 fi
 ctr -n k8s.io images import "$file"

@@ -7,6 +7,7 @@ umask 077
 from=http://$CONTROL_ADDRESS:8079
 install -d -m 700 /etc/hybrid-proxy
 # The control plane may still be starting: twenty minutes.
+echo "worker: waits for $from; it is there for two hours, and after vagrant provision control again"
 curl -fsS --retry 240 --retry-delay 5 --retry-all-errors -o /etc/hybrid-proxy/kubeconfig.conf "$from/kubeconfig.conf"
 if [ ! -e /etc/kubernetes/kubelet.conf ]; then
     [ ! -e /etc/kubernetes/pki/ca.crt ] || kubeadm reset --force # a former run has not finished
