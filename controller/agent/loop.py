@@ -175,7 +175,7 @@ class Agent:
     def run(self) -> int:
         """Serve until a message ends it; the exit code."""
         log.info(
-            "hybrid-proxy for node %s, mode %s, objects from %s",
+            "hybrid-proxy %s for node %s, mode %s, objects from %s", __version__,
             self.config.settings.node_name, self.config.mode, self.source.describe(),
         )  # fmt: skip
         with contextlib.ExitStack() as stack:
@@ -295,7 +295,7 @@ class Agent:
         if failed:
             log.error("%s", why)
         else:
-            log.info("stopping; the dataplane stays in place and traffic goes on")
+            log.info("agent %d stops: %s; the dataplane stays in place and traffic goes on", os.getpid(), why)
         return int(failed)
 
     def _fail(self, what: str, error: Exception) -> None:
@@ -344,7 +344,9 @@ class Agent:
         self.history.serves(__version__ if at_start else "", self.mode.choice.effective, services)
         if at_start:
             START.close()
-            log.info("programmed %s, %.2f s after the start", several(services, "service"), self.syncer.ready_seconds)
+            served, at = several(services, "service"), ", ".join(self.syncer.builder.table.node.primary)
+            ready = f"{self.syncer.ready_seconds:.2f} s after the start"
+            log.info("in sync: programmed %s in mode %s at %s, %s", served, self.mode.choice.effective, at, ready)
         else:
             log.info("mode %s serves %s", self.mode.choice.effective, several(services, "service"))
         self.mode.take_over(self.syncer.builder.table)

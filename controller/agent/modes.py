@@ -82,9 +82,9 @@ def open_first(
             programmer = _open(name, options, wake, failed or {})
         except Unsupported as error:
             missing.append(f"{name} does not work here ({error})")
-            log.warning("mode %s does not work here: %s", name, error)
             if strict and requested != "auto":
                 raise Unsupported(f"mode {name}", f"{error}; --strict-mode forbids another mode") from error
+            log.warning("mode %s does not work here: %s", name, error)
             continue
         return programmer, ModeStatus(requested, name, "; ".join(missing))
     raise Unsupported("every possible mode", "; ".join(missing))

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from hybrid_proxy.controller import cli
+from hybrid_proxy.controller import __version__, cli
 from hybrid_proxy.controller.serving.memory import memory_path, recall
 from hybrid_proxy.controller.serving.protocol import GetStatus, SwitchMode, answer_seconds
 from hybrid_proxy.workshop.lab import examples
@@ -66,6 +66,13 @@ def dead(agent: Agent) -> Agent:
     if agent.running():
         agent.kill()
     return agent
+
+
+def test_the_log_of_a_start_says_what_runs_where_and_that_it_is_in_sync(agent: Agent) -> None:
+    begun, *_ = agent.log.read_text().splitlines()
+    (ready,) = (line for line in agent.log.read_text().splitlines() if "in sync: " in line)
+    assert f"hybrid-proxy {__version__} for node {agent.hostname}, mode ebpf, objects from manifests" in begun
+    assert f"services in mode ebpf at {agent.lab['node'].address4}, " in ready
 
 
 def parts(agent: Agent, name: str) -> dict[str, str]:
