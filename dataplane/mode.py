@@ -10,20 +10,10 @@ from typing import NamedTuple
 
 import msgspec
 
+from hybrid_proxy.dataplane import reports
 from hybrid_proxy.dataplane.errors import DataplaneError
 from hybrid_proxy.dataplane.kernel.repairs import RepairLog
 from hybrid_proxy.dataplane.options import Options as Options  # noqa: PLC0414 (part of this contract)
-from hybrid_proxy.dataplane.reports import (
-    BackendRow,
-    Ejection,
-    ExplainAnswer,
-    FlowRow,
-    PacketEvent,
-    ServiceRow,
-    Status,
-    TrafficRow,
-    Unprogrammed,
-)
 from hybrid_proxy.dataplane.table import Remembered, ServiceTable
 
 RequestMaintenance = Callable[[], None]  # from any thread: have `Programmer.maintain` called at once, something drifted
@@ -78,7 +68,7 @@ class Programmer(ABC):
         return RepairLog()
 
     @property
-    def unprogrammed(self) -> Collection[Unprogrammed]:
+    def unprogrammed(self) -> Collection[reports.Unprogrammed]:
         """The service ports of the last table that are not served; `maintain` may program them later."""
         return ()
 
@@ -109,7 +99,7 @@ class Programmer(ABC):
         """
 
     @abstractmethod
-    def status(self) -> Status:
+    def status(self) -> reports.Status:
         """Returns what is loaded, attached and filled. It may read much: to use one value, ask for that."""
 
     @abstractmethod
@@ -162,7 +152,7 @@ class Programmer(ABC):
         """Returns the mode's number of each service port -> its name, to read what is programmed."""
         return {}
 
-    def ejections(self) -> list[Ejection]:
+    def ejections(self) -> list[reports.Ejection]:
         """Returns the backends that keep failing."""
         return []
 
@@ -170,7 +160,7 @@ class Programmer(ABC):
         """Returns events by reason since the maps were made."""
         return {}
 
-    def traffic(self, *, by_backend: bool) -> list[TrafficRow]:
+    def traffic(self, *, by_backend: bool) -> list[reports.TrafficRow]:
         """Returns a row for each service port that had traffic, or for each backend of each; empty if not counted."""
         return []
 
@@ -181,7 +171,7 @@ class Programmer(ABC):
         """
         return {}
 
-    def explain(self, packet: ProbePacket) -> ExplainAnswer:
+    def explain(self, packet: ProbePacket) -> reports.ExplainAnswer:
         """Runs a probe packet through the loaded programs.
 
         Raises:
@@ -189,7 +179,7 @@ class Programmer(ABC):
         """
         raise DataplaneError(f"mode {self.name} cannot be asked about a packet")
 
-    def packet_events(self, after: int) -> tuple[list[PacketEvent], int]:
+    def packet_events(self, after: int) -> tuple[list[reports.PacketEvent], int]:
         """Returns events with larger numbers than `after`, the oldest first, and the number of the latest."""
         return [], after
 
@@ -203,21 +193,21 @@ class View(ABC):
     place: str  # where it was read: a folder of pins, tables, chains
 
     @abstractmethod
-    def services(self) -> list[ServiceRow]:
+    def services(self) -> list[reports.ServiceRow]:
         """Returns a row for each service port of each family."""
 
     @abstractmethod
-    def backends(self, of: str | None = None) -> list[BackendRow]:
+    def backends(self, of: str | None = None) -> list[reports.BackendRow]:
         """Returns a row for each backend of each service port.
 
         `of` is a service (namespace/name) or one port of it (namespace/name:port), whose backends alone are wanted.
         """
 
     @abstractmethod
-    def flows(self, limit: int) -> tuple[list[FlowRow], int]:
+    def flows(self, limit: int) -> tuple[list[reports.FlowRow], int]:
         """Returns at most `limit` rows, and how many flows there are."""
 
-    def unread_events(self) -> list[PacketEvent]:
+    def unread_events(self) -> list[reports.PacketEvent]:
         """Returns the packet events since the agent was gone, as far as there was room; the next agent gets them."""
         return []
 

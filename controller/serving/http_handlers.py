@@ -124,18 +124,17 @@ class HttpHandlers:
         )
 
     def _serve(self) -> None:
-        if self._server is not None:
-            self._server.follow(self._own | self._check_listeners())
-
-    # Sites
-
-    def _check_listeners(self) -> dict[str, Listener]:
-        return {
+        if self._server is None:
+            return
+        checks = {
             name: Listener(
                 f"the health check of service {name}", self._addresses, check.port, {"*": self._check_page(name)}
             )
             for name, check in self._checks.items()
         }
+        self._server.follow(self._own | checks)
+
+    # Sites
 
     def _own_listeners(self) -> dict[str, Listener]:
         listeners = {}

@@ -16,21 +16,9 @@ from hybrid_proxy.controller.kubernetes.model import Endpoint, KindState, Proble
 from hybrid_proxy.controller.semantics.explain import Packet, Verdict
 from hybrid_proxy.controller.semantics.history import ChangeRow
 from hybrid_proxy.controller.semantics.lacks import Lack
+from hybrid_proxy.dataplane import reports
 from hybrid_proxy.dataplane.firewall_rules import Taken
 from hybrid_proxy.dataplane.mode import ProbePacket
-from hybrid_proxy.dataplane.reports import (
-    Ejection,
-    ExplainAnswer,
-    Fill,
-    FlowRow,
-    PacketEvent,
-    StartPart,
-    Status,
-    TrafficRow,
-    Unprogrammed,
-    ago,
-    clock,
-)
 from hybrid_proxy.dataplane.table import BackendSet, Frontend
 
 SHOWN: Final = 3  # names in a sentence
@@ -70,7 +58,7 @@ def described(flows: Mapping[str, int], one: str = "", more: str = "") -> str:
     return f"{counts} {f'flow {one}' if sum(flows.values()) == 1 else f'flows {more}'}".rstrip()
 
 
-def still_open(rows: Sequence[FlowRow], udp_seconds: int) -> str:
+def still_open(rows: Sequence[reports.FlowRow], udp_seconds: int) -> str:
     """Describes open flows, and how long they may take: `2 TCP flows are open: 2 of default/web:http; ...`.
 
     UDP flows end by themselves, `udp_seconds` after their last datagram; others when their ends close them.
@@ -106,7 +94,7 @@ class DrainingMode(msgspec.Struct, frozen=True):
     flows: dict[str, int]
     seconds: float
     counters: dict[str, int] = {}
-    quiet: list[FlowRow] = []
+    quiet: list[reports.FlowRow] = []
     counted: bool = True
 
     @property
@@ -265,7 +253,7 @@ class AgentStatus(msgspec.Struct, kw_only=True, frozen=True):
     left_took: int | None = None
     foreign_nat: list[Taken] = []
     health_checks: HealthChecks
-    conntrack: Fill | None = None
+    conntrack: reports.Fill | None = None
     requests: list[ApiRequests]
     certificate_expires: float | None = None
     repairs: list[ChangeRow] = []
@@ -275,9 +263,9 @@ class AgentStatus(msgspec.Struct, kw_only=True, frozen=True):
     change_seconds: ChangeLatency
     memory_bytes: int
     uptime_seconds: float
-    start_parts: list[StartPart] = []
+    start_parts: list[reports.StartPart] = []
     start_processor_seconds: float | None = None
-    dataplane: Status
+    dataplane: reports.Status
 
 
 class LeftBehind(msgspec.Struct, frozen=True):
@@ -308,7 +296,7 @@ class Gone(msgspec.Struct, frozen=True):
 
     def text(self, now: float) -> str:
         """Formats it for people: `agent 4711 is gone since 10:33:44 UTC, 2 min ago: SIGTERM`."""
-        when = f"{'' if self.exact else 'about '}{clock(self.since, now)}, {ago(now - self.since)}"
+        when = f"{'' if self.exact else 'about '}{reports.clock(self.since, now)}, {reports.ago(now - self.since)}"
         return f"agent {self.pid} is gone since {when}: {self.why}"
 
 
@@ -326,7 +314,7 @@ class NoAgentStatus(msgspec.Struct, kw_only=True, frozen=True):
     starting: str = ""
     gone: Gone | None = None
     error: str = ""
-    unprogrammed: list[Unprogrammed] = []
+    unprogrammed: list[reports.Unprogrammed] = []
     problems: list[Problem] = []
 
 
@@ -454,7 +442,7 @@ class NamesAnswer(msgspec.Struct, frozen=True, tag_field="answer", tag="names"):
     draining: list[str]
     pin_root: str | None
     names: dict[int, str]
-    ejections: list[Ejection]
+    ejections: list[reports.Ejection]
     without_backend: list[Lack] = []
     left_to_node: dict[str, str] = {}
     node_ports_at: list[str] = []
@@ -466,7 +454,7 @@ class NamesAnswer(msgspec.Struct, frozen=True, tag_field="answer", tag="names"):
 class TrafficAnswer(msgspec.Struct, frozen=True, tag_field="answer", tag="traffic"):
     """Answers `GetTraffic`. `first_packets` are as `dataplane.mode.Programmer.first_packets` has them."""
 
-    rows: list[TrafficRow]
+    rows: list[reports.TrafficRow]
     first_packets: dict[str, list[int]] = {}
 
 
@@ -493,7 +481,7 @@ class TableAnswer(msgspec.Struct, frozen=True, tag_field="answer", tag="table"):
 class ExplainAnswers(msgspec.Struct, frozen=True, tag_field="answer", tag="explain"):
     """Answers `RunExplain`, in the order of the packets."""
 
-    answers: list[ExplainAnswer]
+    answers: list[reports.ExplainAnswer]
 
 
 class FoundAnswer(msgspec.Struct, frozen=True, tag_field="answer", tag="found"):
@@ -517,7 +505,7 @@ class EventsAnswer(msgspec.Struct, frozen=True, tag_field="answer", tag="events"
     `mode` reports them; `silent` are the other present modes, which report nothing.
     """
 
-    events: list[PacketEvent]
+    events: list[reports.PacketEvent]
     last: int
     mode: str
     silent: list[str]

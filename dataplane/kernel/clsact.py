@@ -61,7 +61,9 @@ def attach(filters: Sequence[Filter]) -> dict[int, BpfError]:
     indices = list(dict.fromkeys(one.interface for one in filters))
     with nl.Netlink(nl.ROUTE) as wire:
         codes = dict(wire.send([_qdisc(index) for index in indices]))
-        others = _ingress_alone(wire) if errno.EEXIST in codes.values() else frozenset()
+        # A foreign `ingress` qdisc in the place of clsact would run egress filters at ingress.
+        there = list(_qdiscs(wire)) if errno.EEXIST in codes.values() else []
+        others = {index for index, parent, kind in there if parent == AT_CLSACT and kind != "clsact"}
         for position, code in codes.items():
             index = indices[position]
             if code != errno.EEXIST or index in others:
@@ -77,11 +79,6 @@ def attach(filters: Sequence[Filter]) -> dict[int, BpfError]:
 def _qdisc(index: int) -> nl.Message:
     body = _TCMSG.pack(0, index, CLSACT, AT_CLSACT, 0) + nl.string(TCA_KIND, "clsact")
     return nl.Message(NEW_QDISC, body, nl.NLM_F_CREATE | nl.NLM_F_EXCL, "making clsact qdiscs")
-
-
-def _ingress_alone(wire: nl.Netlink) -> frozenset[int]:
-    """Interfaces with a foreign `ingress` qdisc in the place of clsact. It would run egress filters at ingress."""
-    return frozenset(index for index, parent, kind in _qdiscs(wire) if parent == AT_CLSACT and kind != "clsact")
 
 
 def _qdiscs(wire: nl.Netlink) -> Iterator[tuple[int, int, str]]:

@@ -158,11 +158,9 @@ def _fetch(address: str) -> bytes:
 
 def _is_kube_proxy(body: bytes) -> bool:
     """True for `{"lastUpdated": ..., "currentTime": ...}`, pkg/proxy/healthcheck."""
-    try:
-        status = msgspec.json.decode(body)
-    except msgspec.MsgspecError:
-        return False
-    return isinstance(status, dict) and {"lastUpdated", "currentTime"} <= status.keys()
+    with contextlib.suppress(msgspec.MsgspecError):
+        return msgspec.json.decode(body, type=dict[str, object]).keys() >= {"lastUpdated", "currentTime"}
+    return False
 
 
 def _processes() -> Iterator[Process]:

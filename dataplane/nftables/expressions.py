@@ -225,10 +225,6 @@ def set_connection_mark(bits: int) -> Part:
     return ct(mark, 0), bitwise(0, _host(~bits), _host(bits)), changed
 
 
-def clear_priority() -> Part:
-    return immediate(0, bytes(4)), set_meta(nf.NFT_META_PRIORITY, 0)
-
-
 def masquerade() -> Part:
     """Replace the source by the address of the outgoing interface and a random port."""
     return (Expression("masq", ((nf.NFTA_MASQ_FLAGS, NF_NAT_RANGE_PROTO_RANDOM_FULLY),)),)

@@ -21,7 +21,7 @@ import math
 import os
 import time
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack, closing
 from enum import Enum, auto
 from typing import Final, NamedTuple
@@ -38,13 +38,8 @@ from hybrid_proxy.dataplane.kernel.lock import hold
 from hybrid_proxy.dataplane.kernel.repairs import Repairs
 from hybrid_proxy.dataplane.mode import Event, Mode, Options, ProbePacket, Programmer, RequestMaintenance, SyncResult
 from hybrid_proxy.dataplane.modes.ebpf.ejection.failover import Failover
+from hybrid_proxy.dataplane.modes.ebpf.flows import foreign
 from hybrid_proxy.dataplane.modes.ebpf.flows.collector import FlowGC, forget_half_open, open_flows
-from hybrid_proxy.dataplane.modes.ebpf.flows.foreign import (
-    RESERVED_SECONDS,
-    ForeignFlows,
-    newly_receiving,
-    reserve_ports,
-)
 from hybrid_proxy.dataplane.modes.ebpf.flows.resets import Endpoint
 from hybrid_proxy.dataplane.modes.ebpf.generations.ahead import AHEAD, enough_processors
 from hybrid_proxy.dataplane.modes.ebpf.generations.datapath import Datapath
@@ -59,16 +54,16 @@ from hybrid_proxy.dataplane.modes.ebpf.maps.mapset import MapSet, open_pinned_ma
 from hybrid_proxy.dataplane.modes.ebpf.maps.node_maps import NO_SERVICE, node_columns
 from hybrid_proxy.dataplane.modes.ebpf.maps.orphans import collect, namespace_map, own_directory
 from hybrid_proxy.dataplane.modes.ebpf.maps.pins import folder_of, former_layouts, remove_pins
+from hybrid_proxy.dataplane.modes.ebpf.maps.pools import SETTINGS
 from hybrid_proxy.dataplane.modes.ebpf.services import affinity
 from hybrid_proxy.dataplane.modes.ebpf.services.audit import Audit
-from hybrid_proxy.dataplane.modes.ebpf.services.capacity import check_room
 from hybrid_proxy.dataplane.modes.ebpf.services.plan import Rings
 from hybrid_proxy.dataplane.modes.ebpf.services.store import ForeignEntries, Store
 from hybrid_proxy.dataplane.modes.ebpf.views import listing
+from hybrid_proxy.dataplane.modes.ebpf.views.events import PacketLog
 from hybrid_proxy.dataplane.modes.ebpf.views.reports import Reports
-from hybrid_proxy.dataplane.modes.ebpf.views.tracing import PacketLog
 from hybrid_proxy.dataplane.reports import Ejection, ExplainAnswer, PacketEvent, Status, TrafficRow, Unprogrammed
-from hybrid_proxy.dataplane.table import EMPTY, NodeNetwork, ServiceTable
+from hybrid_proxy.dataplane.table import EMPTY, Entry, NodeNetwork, ServiceTable
 from hybrid_proxy.dataplane.timings import START
 
 MOST_DEFERRED = 32  # changes whose slots wait, before a grace period is asked for
@@ -194,7 +189,7 @@ class Ebpf(Programmer):
             )  # fmt: skip
         self.store = Store(self.maps, hz, rings=Rings(options.ebpf.limits.ring, options.ebpf.limits.slots))
         self.attachments = Attachments(self.folder, options, self.maps, lambda: self.datapath.load_xdp())  # noqa: PLW0108 (bound later)
-        self.foreign = ForeignFlows(self.maps.flows(), inspect.program("leave"), lambda: self.gc.scan_now())  # noqa: PLW0108 (bound later)
+        self.foreign = foreign.ForeignFlows(self.maps.flows(), inspect.program("leave"), lambda: self.gc.scan_now())  # noqa: PLW0108 (bound later)
         self._reserved = -math.inf  # when the ports of flows were reserved
         self.gc = FlowGC(
             self.maps.maps, inspect.program("sweep"), inspect.program("read_clock"), hz, options, self.foreign.scan
@@ -257,7 +252,7 @@ class Ebpf(Programmer):
         """Finds foreign flows, which must be known before a row could lead their packets elsewhere."""
         first, table = change.first, change.table
         if self.options.shares_node:
-            change = change._replace(moving=newly_receiving(change.before, table, change.names))
+            change = change._replace(moving=foreign.newly_receiving(change.before, table, change.names))
         if first and self.datapath.programs is None and not self.datapath.growing:
             self.datapath.prepare(sizes.needs(table.entries()))
         if first or change.moving:
@@ -372,8 +367,8 @@ class Ebpf(Programmer):
         self.sync(msgspec.structs.replace(table, node=_without_cidrs(table.node)))
 
     def reserve_ports(self) -> None:
-        if time.monotonic() - self._reserved > RESERVED_SECONDS / 3:
-            reserve_ports(self.maps.maps)
+        if time.monotonic() - self._reserved > foreign.RESERVED_SECONDS / 3:
+            foreign.reserve_ports(self.maps.maps)
             self._reserved = time.monotonic()
 
     def open_flows(self, table: ServiceTable) -> Mapping[str, int]:
@@ -497,6 +492,33 @@ def probe(options: Options) -> str | None:
     except (DataplaneError, OSError) as error:
         return f"the kernel refused BPF programs or maps: {error}"
     return None
+
+
+def refuse_unfit(entries: Iterable[Entry], upper: sizes.Sizes) -> None:
+    """PURE. Check that these service ports fit into maps of these sizes. Slots do not count: rings are cut.
+
+    Raises:
+        Unsupported: some ports do not fit.
+    """
+    need = sizes.needs(entries)
+    for name in ("services", "backends"):
+        if need[name] > upper[name]:
+            raise Unsupported(
+                "room for every service port",
+                f"they need {need[name]} entries of map {name}, which has room for {upper[name]}: "
+                f"raise {SETTINGS[name]}",
+            )
+
+
+def check_room(options: Options, table: ServiceTable) -> None:
+    """Check that the mode could serve the whole table, and leave open datagram flows to the proxy that has them.
+
+    Raises:
+        Unsupported: it could not.
+        DataplaneError, OSError: conntrack cannot be read.
+    """
+    refuse_unfit(table.entries(), sizes.bounds(options))
+    foreign.refuse_crowd(foreign.datagram_flows(table), dict.fromkeys((4, 6), options.max_flows))
 
 
 def look(options: Options, names: Mapping[int, str]) -> listing.Pinned | None:

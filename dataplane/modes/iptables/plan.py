@@ -23,7 +23,7 @@ from hybrid_proxy.dataplane.modes.iptables.names import (
     identity,
     ports,
 )
-from hybrid_proxy.dataplane.modes.iptables.tree import Rank, Space, Tree
+from hybrid_proxy.dataplane.modes.iptables.tree import Rank, Tree
 from hybrid_proxy.dataplane.table import LOOPBACK, Entry, Protocol
 
 _KINDS: Final = ("C", "E", *(protocol.name for protocol in Protocol))
@@ -55,7 +55,8 @@ class Plan:
     def __init__(self, node: Node) -> None:
         self.node = node
         self.health_ports: tuple[int, ...] = ()  # of `ServiceTable`
-        self._trees = {table: {kind: Tree(_space(node, kind)) for kind in _KINDS} for table in ("nat", "filter")}
+        spaces = {kind: addresses(node.family, kind) if kind in "CE" else ports(Protocol[kind]) for kind in _KINDS}
+        self._trees = {table: {kind: Tree(spaces[kind]) for kind in _KINDS} for table in ("nat", "filter")}
         self._top: dict[str, Chains] = {"nat": {}, "filter": {}}
 
     def change(self, before: Iterable[Entry], after: Iterable[Entry]) -> dict[str, Delta]:
@@ -107,10 +108,6 @@ class Plan:
             services += (f"-d {cidr} {unallocated}" for cidr in self.node.service_cidrs)
             more[HEALTH] = tuple(f"-p tcp -m tcp --dport {port} -j ACCEPT" for port in self.health_ports)
         return constant | more | {SERVICES: tuple(services)}
-
-
-def _space(node: Node, kind: str) -> Space:
-    return addresses(node.family, kind) if kind in ("C", "E") else ports(Protocol[kind])
 
 
 def _differing(old: Chains, new: Chains) -> Chains:

@@ -75,16 +75,13 @@ def _levels(chains: Mapping[str, Collection[str]]) -> list[list[str]]:
     levels: list[list[str]] = [[] for _ in range(len(_LEVELS) + 2)]
     for name, rules in chains.items():
         number = next((n for n, prefix in enumerate(_LEVELS) if name.startswith(prefix)), len(_LEVELS))
-        if number == len(_LEVELS) and not (name.startswith(_TREES) and _is_leaf(rules)):
+        is_leaf = not any(rule.rpartition("-j ")[2].startswith(_TREES) for rule in rules)
+        if number == len(_LEVELS) and not (name.startswith(_TREES) and is_leaf):
             number += 1
         levels[number].append(name)
     for level in levels:
         level.sort(reverse=True)
     return levels
-
-
-def _is_leaf(rules: Collection[str]) -> bool:
-    return not any(rule.rpartition("-j ")[2].startswith(_TREES) for rule in rules)
 
 
 def _groups(names: list[str], chains: Mapping[str, Collection[str]], size: int) -> Iterator[list[str]]:

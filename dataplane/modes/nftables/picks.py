@@ -100,7 +100,7 @@ def _affinity(family: Family, pick: Pick) -> Iterator[Rule]:
     yield from once
     yield rule(load_number, _write_client(family, clients, nf.NFT_DYNSET_OP_DELETE))
     yield from once
-    yield rule(x.clear_priority())
+    yield rule((x.immediate(0, bytes(4)), x.set_meta(nf.NFT_META_PRIORITY, 0)))  # no priority is left
 
 
 def _number_to_priority(family: Family, pick: Pick) -> Part:

@@ -21,16 +21,9 @@ from hybrid_proxy.dataplane.kernel.nfnetlink import NftablesError
 from hybrid_proxy.dataplane.mode import Mode, Options, RequestMaintenance
 from hybrid_proxy.dataplane.modes.userspace import lower as low
 from hybrid_proxy.dataplane.modes.userspace import messages as m
-from hybrid_proxy.dataplane.modes.userspace import tables
+from hybrid_proxy.dataplane.modes.userspace import relay_client, tables
 from hybrid_proxy.dataplane.modes.userspace.client_addresses import ClientAddresses
 from hybrid_proxy.dataplane.modes.userspace.listing import Relayed
-from hybrid_proxy.dataplane.modes.userspace.relay_client import (
-    RelayClient,
-    connect,
-    drain_other_relays,
-    open_client,
-    relays,
-)
 from hybrid_proxy.dataplane.modes.userspace.tables import LISTENERS, SETS, TABLE, answer_mark
 from hybrid_proxy.dataplane.netfilter import NetfilterMode, frontends
 from hybrid_proxy.dataplane.nftables import operations as op
@@ -87,7 +80,7 @@ class Userspace(NetfilterMode):
         self._listeners = frozenset[Place]()  # proxy ports while draining; replaced, since another thread reads it
         self._audit_at = 0.0
         self._kernel = Kernel(TABLE, SETS)
-        self.client: RelayClient = open_client()
+        self.client: relay_client.RelayClient = relay_client.open_client()
         self.adopted = not self.client.started
         self._watch_relay()
         self._watch_rules([f"{family.name} {TABLE}" for family in FAMILIES.values()])
@@ -156,7 +149,7 @@ class Userspace(NetfilterMode):
         self._kernel.commit(*self._work(table.node, fresh, whole=whole))
         self.client.ask(m.Commit(), m.Done)
         if whole:
-            drain_other_relays()
+            relay_client.drain_other_relays()
         for name, found_ports in fresh.items():
             if found_ports:
                 self._known[name] = found_ports
@@ -217,7 +210,7 @@ class Userspace(NetfilterMode):
     def open_flows(self, table: ServiceTable) -> Mapping[str, int]:
         """Counts what conntrack redirects to relays, and relays' conversations that conntrack forgot."""
         counted, relayed = open_flows(frontends(table), self._listeners), Counter[str]()
-        for relay in relays(agent=False):
+        for relay in relay_client.relays(agent=False):
             report = relay.ask(m.Status(), m.Report, seconds=STATUS_SECONDS)
             # Without the services' addresses, conntrack does not tell which datagrams it redirects.
             relayed.update(TCP=report.connections, UDP=0 if table.services else report.sessions)
@@ -292,7 +285,7 @@ class Userspace(NetfilterMode):
 
     def _reopen(self) -> None:
         self.client.close()
-        self.client = open_client()
+        self.client = relay_client.open_client()
         self._lost.clear()
         self._watch_relay()
 
@@ -385,7 +378,7 @@ def drain(options: Options) -> bool:
         Occupied: an agent in this mode runs.
     """
     found = False
-    for relay in relays(agent=False):  # each is connected until the next one
+    for relay in relay_client.relays(agent=False):  # each is connected until the next one
         found = True
         if agent := relay.ask(m.Status(), m.Report).agent:
             raise Occupied(f"the relay of this network namespace is in use by process {agent}: stop that first")
@@ -408,7 +401,7 @@ def clean(options: Options) -> int:
     deleted, too: they would lead to no socket for as long as a client sends.
     """
     removed = 0
-    for relay in relays(agent=True):  # Occupied, if an agent runs
+    for relay in relay_client.relays(agent=True):  # Occupied, if an agent runs
         removed += 1
         _stop_redirecting()
         with contextlib.suppress(OSError):  # conntrack is not loaded
@@ -423,14 +416,14 @@ def clean(options: Options) -> int:
 
 def look(options: Options, names: Mapping[int, str]) -> Relayed | None:
     """Returns a view of what the relay serves; None: there is no relay."""
-    client = connect(agent=False)
+    client = relay_client.connect(agent=False)
     if client is None:
         return None
     try:
         return Relayed(client)
     except DataplaneError:
         client.close()
-        if (again := connect(agent=False)) is None:  # it ended meanwhile
+        if (again := relay_client.connect(agent=False)) is None:  # it ended meanwhile
             return None
         again.close()
         raise

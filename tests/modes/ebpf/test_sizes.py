@@ -24,7 +24,7 @@ from hybrid_proxy.dataplane.modes.ebpf.maps.sizes import (
     needs,
     written,
 )
-from hybrid_proxy.dataplane.modes.ebpf.services.capacity import refuse_unfit
+from hybrid_proxy.dataplane.modes.ebpf.programmer import refuse_unfit
 from hybrid_proxy.dataplane.modes.ebpf.services.lower import lower
 from hybrid_proxy.dataplane.options import EbpfOptions, Limits, flows_by_memory
 from hybrid_proxy.dataplane.table import Backend, BackendSet, Entry, Kind, Protocol

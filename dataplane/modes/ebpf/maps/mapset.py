@@ -17,17 +17,10 @@ from hybrid_proxy.dataplane.errors import DataplaneError
 from hybrid_proxy.dataplane.kernel.bpf import Map, Object
 from hybrid_proxy.dataplane.kernel.repairs import PinnedMap, Pins
 from hybrid_proxy.dataplane.mode import Options
+from hybrid_proxy.dataplane.modes.ebpf.maps import making
 from hybrid_proxy.dataplane.modes.ebpf.maps import sizes as policy
 from hybrid_proxy.dataplane.modes.ebpf.maps.first_packets import FirstPackets
 from hybrid_proxy.dataplane.modes.ebpf.maps.layout import abi_constants, dtype_of, frontend_dtype, named
-from hybrid_proxy.dataplane.modes.ebpf.maps.making import (
-    PRIVATE,
-    Larger,
-    make,
-    possible_cpus,
-    traffic_cpus,
-    traffic_sizes,
-)
 from hybrid_proxy.dataplane.modes.ebpf.maps.pins import NEXT, describe_foreign, foreign_pins, shapes
 from hybrid_proxy.dataplane.modes.ebpf.maps.sizes import Sizes
 from hybrid_proxy.dataplane.modes.ebpf.maps.traffic import Traffic
@@ -55,7 +48,7 @@ class MapSet:
         self.folder = folder
         self.maps: dict[str, Map] = {} if made is None else made
         self.adopted = (folder / "slots").exists()
-        self._traffic_cpus = traffic_cpus(options)
+        self._traffic_cpus = making.traffic_cpus(options)
         self._views: dict[str, NDArray[Any]] = {}
         self._pinned: dict[str, PinnedMap] = {}
         self._intact: Pins = {}  # with these, all maps were pinned
@@ -63,14 +56,14 @@ class MapSet:
             self._adopt()
         else:
             remove_unfinished(folder)
-        bounds, fixed = policy.bounds(options), policy.written(options, possible_cpus())
+        bounds, fixed = policy.bounds(options), policy.written(options, making.possible_cpus())
         self.other_sizes = {
             name: size for name, size in (bounds | fixed).items()
             if self._entries(name, size) > size or (name in policy.FLOWS and self._entries(name, size) != size)
         }  # fmt: skip
         pinned = {name: known.entries for name, known in self.maps.items()}
         wanted = self._with_others({**(sizes or bounds), **fixed, **pinned})
-        for name, known in (made or make(wanted, self.maps)).items():
+        for name, known in (made or making.make(wanted, self.maps)).items():
             self._keep(name, known)
 
     def _adopt(self) -> None:
@@ -106,7 +99,7 @@ class MapSet:
     def _with_others(self, sizes: Sizes) -> dict[str, int]:
         """Adds the sizes of maps of counts: those of the maps of backends and services, which may be pinned already."""
         services, backends = (sizes.get(name) or self._entries(name, 0) for name in ("services", "backends"))
-        counting = traffic_sizes(services, backends, self._traffic_cpus) if services and backends else {}
+        counting = making.traffic_sizes(services, backends, self._traffic_cpus) if services and backends else {}
         return {**sizes, **counting}
 
     def make_larger(self, sizes: Sizes) -> dict[str, Map]:
@@ -116,9 +109,9 @@ class MapSet:
                 {name: self.maps[name].entries for name in ("services", "backends")} | dict(sizes)
             )
             sizes = {name: size for name, size in sizes.items() if name in TRAFFIC or size > self.maps[name].entries}
-        return make(sizes, {name: known for name, known in self.maps.items() if name not in sizes})
+        return making.make(sizes, {name: known for name, known in self.maps.items() if name not in sizes})
 
-    def copy_into(self, larger: Larger) -> None:
+    def copy_into(self, larger: making.Larger) -> None:
         """Copies what only user space writes, and the sums of traffic.
 
         Raises:
@@ -136,7 +129,7 @@ class MapSet:
                 if new.update_batch(keys, values) < len(keys):
                     raise DataplaneError(f"map {name} could not be copied into a larger one")
 
-    def replace(self, larger: Larger) -> None:
+    def replace(self, larger: making.Larger) -> None:
         """Replaces maps by these copies of them. Views must be taken again then."""
         for name in sorted(larger, key=lambda name: (name not in TRAFFIC, name)):
             larger[name].pin(self.folder / f"{NEXT}{name}")
@@ -171,7 +164,7 @@ class MapSet:
     def pin_new(self, loaded: Object) -> None:
         """Adds and pins the maps of a loaded object that are not in the set yet."""
         for name in loaded.map_names:
-            if name not in self.maps and name not in PRIVATE:
+            if name not in self.maps and name not in making.PRIVATE:
                 self._keep(name, loaded.map(name))
 
     def view(self, name: str) -> NDArray[Any]:
@@ -206,7 +199,7 @@ class MapSet:
     def counted(self, name: str) -> int:
         """Returns one of these sums, with `name` as in enum counter."""
         number = abi_constants()[name].to_bytes(4, sys.byteorder)
-        return int(self.maps["counters"].lookup_per_cpu(number, possible_cpus()).sum())
+        return int(self.maps["counters"].lookup_per_cpu(number, making.possible_cpus()).sum())
 
     def close(self) -> None:
         for known in self.maps.values():
