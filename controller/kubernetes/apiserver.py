@@ -42,17 +42,7 @@ import msgspec
 
 from hybrid_proxy.controller.errors import Refused, SourceError
 from hybrid_proxy.controller.kubernetes import Emit
-from hybrid_proxy.controller.kubernetes.connection import (
-    Connection,
-    Status,
-    StatusError,
-    TooLargeError,
-    body_of,
-    is_expired,
-    is_untrusted,
-    message_of,
-    shown,
-)
+from hybrid_proxy.controller.kubernetes import connection as api
 from hybrid_proxy.controller.kubernetes.known import KnownObjects, ObjectSet, UnusableError
 from hybrid_proxy.controller.kubernetes.model import KINDS, Event, Ignored, KindState, Object, key_of
 from hybrid_proxy.controller.kubernetes.parse import PROXY_NAME, decode
@@ -145,7 +135,7 @@ class Kubernetes:
         self.page_size = page_size
         self.policy = policy
         self.streams = streams
-        self.connection = Connection(kubeconfig, master, rate_limit)
+        self.connection = api.Connection(kubeconfig, master, rate_limit)
         self.health = SourceHealth(self.connection, self.kinds)
 
     def describe(self) -> str:
@@ -163,9 +153,9 @@ class Kubernetes:
         path = f"/api/v1/namespaces/{namespace}/services" if namespace else "/api/v1/services"
         resource = _Resource("Service", path, fields=f"metadata.name={name}", proxy_name=self._proxy_name)
         try:
-            page = decode_page(body_of(self.connection.get(path, resource.query(), _ASK_SECONDS), _MAX_PAGE))
+            page = decode_page(api.body_of(self.connection.get(path, resource.query(), _ASK_SECONDS), _MAX_PAGE))
         except Exception as error:
-            if not (isinstance(error, TooLargeError) or _expected(error)):
+            if not (isinstance(error, api.TooLargeError) or _expected(error)):
                 raise
             raise SourceError(f"API server {self.connection.where}: {_hint(resource, error)}") from error
         found = {}
@@ -221,13 +211,13 @@ class Kubernetes:
         while not stop.wait(soon if failures else max(soon, quiet - self.health.silence())):
             if self.health.silence() >= quiet:
                 try:
-                    body_of(self.connection.get("/version", {}, _ASK_SECONDS), _MAX_PAGE)
-                except (StatusError, TooLargeError):
+                    api.body_of(self.connection.get("/version", {}, _ASK_SECONDS), _MAX_PAGE)
+                except (api.StatusError, api.TooLargeError):
                     pass  # an answer
                 except Exception as error:
                     failures += 1
                     if failures > 1 and not stop.is_set():  # an idle connection may have ended, and the server not
-                        self.health.see(message_of(error))
+                        self.health.see(api.message_of(error))
                     continue
                 self.health.heard("")
             failures = 0
@@ -296,7 +286,7 @@ class _Reflector:
 
     def _failed(self, error: Exception) -> tuple[float, float]:
         """Note a failure; how long to wait before the next try, and at least if there are news, in seconds."""
-        code = error.code if isinstance(error, StatusError) else 0
+        code = error.code if isinstance(error, api.StatusError) else 0
         # The agent may do without some kinds: where they are not served, or have not come for a while.
         lasts = code in {403, 404} or self._objects.listed or self._retry.failures >= _PATIENCE
         absent = self._resource.optional and not self._was_read and lasts
@@ -309,7 +299,7 @@ class _Reflector:
         least = self._least(pause)
         if not asks:
             pause = self._policy.longest
-        elif isinstance(error, StatusError) and error.retry_after is not None:
+        elif isinstance(error, api.StatusError) and error.retry_after is not None:
             pause = least = honoured(error.retry_after, pause, self._policy.longest, random.random())
         if not self._retry.passing:
             if not _expected(error):
@@ -335,7 +325,7 @@ class _Reflector:
 
     def _count(self, error: Exception) -> float:
         """One more failure of its sort; the longest pause."""
-        if isinstance(error, _GoneError) or (isinstance(error, StatusError) and is_expired(error)):
+        if isinstance(error, _GoneError) or (isinstance(error, api.StatusError) and api.is_expired(error)):
             self._version = None
             log.info("listing %ss again: %s", self._kind, error)
             return self._retry.forgotten()
@@ -417,12 +407,12 @@ class _Reflector:
         query = self._resource.query(limit=limit, **{"continue": token})
         try:
             response = self._get(query, _LIST_SECONDS, more=bool(token))
-            page = decode_page(body_of(response, _MAX_WHOLE if self._whole else _MAX_PAGE))
-        except StatusError as error:
+            page = decode_page(api.body_of(response, _MAX_WHOLE if self._whole else _MAX_PAGE))
+        except api.StatusError as error:
             if token and error.code == 410:
                 self._whole = True  # pages expire faster than we read them
             raise
-        except TooLargeError as error:
+        except api.TooLargeError as error:
             if self._whole or self._page_size == 1:
                 self._whole = False
                 raise UnusableError(str(error)) from error
@@ -430,7 +420,7 @@ class _Reflector:
             log.info("listing %ss in pages of %d: %s", self._kind, self._page_size, error)
             return None
         if page.kind != f"{self._kind}List":
-            raise UnusableError(f"the answer is a {shown(page.kind)!r} and no {self._kind}List")
+            raise UnusableError(f"the answer is a {api.shown(page.kind)!r} and no {self._kind}List")
         return page
 
     def _complete(self, version: str | None, gathered: ObjectSet) -> None:
@@ -450,7 +440,7 @@ class _Reflector:
         self._pages = True
         try:
             self._watch(sendInitialEvents="true", resourceVersionMatch="NotOlderThan")
-        except (StatusError, _PagesError) as error:
+        except (api.StatusError, _PagesError) as error:
             refused = isinstance(error, _PagesError) or error.code in _NO_INITIAL
             if self._version is not None or not refused:
                 raise
@@ -479,7 +469,7 @@ class _Reflector:
         except (_GoneError, _PagesError, UnusableError):
             raise
         except Exception as error:
-            if not _expected(error) or (isinstance(error, StatusError) and is_expired(error)):
+            if not _expected(error) or (isinstance(error, api.StatusError) and api.is_expired(error)):
                 raise
             raise _EndedError(_hint(self._resource, error)) from error
         finally:
@@ -504,7 +494,7 @@ class _Reflector:
             return
         head = decode_head(event.object)
         if head.kind is not None and head.kind != self._kind:
-            raise _GoneError(f"the stream has a {shown(head.kind)!r} and not of {self._kind}s")
+            raise _GoneError(f"the stream has a {api.shown(head.kind)!r} and not of {self._kind}s")
         version = head.metadata.version
         if event.type == "BOOKMARK":
             self._version = version or self._version
@@ -530,7 +520,7 @@ class _Reflector:
             if not head.ends_initial:
                 raise _PagesError("a stream that was to begin with all of them does not say when that is done")
             if head.kind != self._kind:
-                raise _PagesError(f"a stream has a {shown(head.kind or '')!r} and not of {self._kind}s")
+                raise _PagesError(f"a stream has a {api.shown(head.kind or '')!r} and not of {self._kind}s")
             self._initial = None
             self._complete(head.metadata.version, initial)
             return
@@ -588,30 +578,30 @@ def _decode_one(resource: _Resource, raw: msgspec.Raw) -> Object | Ignored | Ref
         return Refused(kind, key, "", f"could not be read: {error!r}; this is a defect of hybrid-proxy")
 
 
-def _status_of(raw: msgspec.Raw) -> StatusError:
+def _status_of(raw: msgspec.Raw) -> api.StatusError:
     try:
-        status = msgspec.json.decode(raw, type=Status)
+        status = msgspec.json.decode(raw, type=api.Status)
     except msgspec.MsgspecError:
-        return StatusError(0, "Unknown", "the stream ended with an error that cannot be read")
-    return StatusError(status.code, shown(status.reason or ""), shown(status.message or ""))
+        return api.StatusError(0, "Unknown", "the stream ended with an error that cannot be read")
+    return api.StatusError(status.code, api.shown(status.reason or ""), api.shown(status.message or ""))
 
 
 def _expected(error: Exception) -> bool:
     """Whether this can happen with correct programs on both sides."""
     from urllib3.exceptions import HTTPError
 
-    ours = StatusError, _GoneError, _EndedError, _PagesError, UnusableError
+    ours = api.StatusError, _GoneError, _EndedError, _PagesError, UnusableError
     read = UnicodeDecodeError, RecursionError, msgspec.MsgspecError
     return isinstance(error, (*ours, *read, OSError, HTTPError, http.client.HTTPException))
 
 
 def _sort(error: Exception) -> str:
     """The sort of a failure that a person can do something about; empty: there is nothing."""
-    if isinstance(error, StatusError):
+    if isinstance(error, api.StatusError):
         return str(error.code) if error.code in {401, 403, 404} else ""
     if isinstance(error, UnusableError | msgspec.MsgspecError):
         return "unusable"
-    return "certificate" if is_untrusted(error) else ""
+    return "certificate" if api.is_untrusted(error) else ""
 
 
 def _hint(resource: _Resource, error: Exception) -> str:
@@ -622,8 +612,8 @@ def _hint(resource: _Resource, error: Exception) -> str:
         return "the answer cannot be read (nested too deeply); is this the address of an API server?"
     if isinstance(error, msgspec.MsgspecError | UnicodeDecodeError):
         return f"the answer cannot be read ({error}); is this the address of an API server?"
-    if not isinstance(error, StatusError):
-        return message_of(error)
+    if not isinstance(error, api.StatusError):
+        return api.message_of(error)
     if error.code == 403:
         names = [each.path.rpartition("/")[2] for each in _resources("")]
         return f"{error}; grant list and watch of {', '.join(names)} to this identity"

@@ -12,7 +12,7 @@ import msgspec
 from hybrid_proxy.controller.semantics.entries import NODE_PORT_KEYWORDS
 from hybrid_proxy.dataplane.addresses import canonical_address, canonical_cidr
 from hybrid_proxy.dataplane.settings import Form, choice, unique
-from hybrid_proxy.dataplane.table import family_of
+from hybrid_proxy.dataplane.table import family_of, socket_text
 
 
 class Endpoint(msgspec.Struct, frozen=True):
@@ -105,11 +105,6 @@ def _listen(raw: str) -> Endpoint:
     return Endpoint(address, int(match["port"]))
 
 
-def _write_listen(value: Endpoint) -> str:
-    host = f"[{value.address}]" if ":" in value.address else value.address
-    return f"{host}:{value.port}" if value.port else value.address
-
-
 NUMBER: Final = Form(float, "N", _number, lambda value: int(value) if float(value).is_integer() else value)
 CIDR_PAIR: Final = Form(str, "CIDR[,CIDR]", _cidr_pair, ",".join, repeats=True)
 ADDRESS: Final = Form(str, "IP", _address)
@@ -121,7 +116,9 @@ NODE_PORT_ADDRESSES: Final = Form(list[str], "CIDR[,CIDR]|primary", unique(_node
 NAMESPACES: Final = Form(list[str], "NAME[,NAME]", unique(_namespace), list, repeats=True)
 INTERFACE: Final = Form(str, "NAME", _interface)
 NODE_NAME: Final = Form(str, "NAME", _node_name)
-LISTEN: Final = Form(str, "IP[:PORT]", _listen, _write_listen)
+LISTEN: Final = Form(
+    str, "IP[:PORT]", _listen, lambda value: socket_text(value.address, value.port) if value.port else value.address
+)
 GATES: Final = Form(dict[str, bool], "GATE=BOOL,...", write=dict, repeats=True)
 ANYTHING: Final = Form(Any, "VALUE")  # of settings without effect
 LABEL: Final = Form(str, "NAME", _label)

@@ -145,7 +145,7 @@ def next_hop(address: str, source: str = "", index: int = 0) -> Hop | None:
     with nl.Netlink(nl.ROUTE) as wire:
         known = _route_to(wire, address, source, index)
     gateway = known.get(RTA_GATEWAY)
-    text = _text(nl.AF[family_of(address)], gateway) if gateway else ""
+    text = socket.inet_ntop(nl.AF[family_of(address)], gateway) if gateway else ""
     return Hop(_number(known.get(RTA_OIF)), text) if known else None
 
 
@@ -204,7 +204,7 @@ class Route(msgspec.Struct):
     def destination(self) -> str:
         """The zero address for a default route."""
         found = self.known.get(RTA_DST)
-        return _text(self.family, found or bytes(4 if self.family == socket.AF_INET else 16))
+        return socket.inet_ntop(self.family, found or bytes(4 if self.family == socket.AF_INET else 16))
 
     @property
     def single(self) -> bool:
@@ -225,9 +225,9 @@ class Route(msgspec.Struct):
             known = dict(nl.attributes(data[start : start + length], _HOP.size))
             via, gateway = known.get(RTA_VIA), known.get(RTA_GATEWAY)
             if via:  # a gateway of the other family, after the number of that
-                yield Hop(index, _text(int.from_bytes(via[:2], sys.byteorder), via[2:]))
+                yield Hop(index, socket.inet_ntop(int.from_bytes(via[:2], sys.byteorder), via[2:]))
             else:
-                yield Hop(index, _text(self.family, gateway) if gateway else "")
+                yield Hop(index, socket.inet_ntop(self.family, gateway) if gateway else "")
             start += (length + 3) & ~3
 
 
@@ -250,7 +250,7 @@ def read_node() -> Node:
         for answer in wire.dump(wanted):
             family, length, _, scope, index = _ADDRESS.unpack_from(answer)
             known = dict(nl.attributes(answer, _ADDRESS.size))
-            text = _text(family, known.get(IFA_LOCAL) or known[IFA_ADDRESS])
+            text = socket.inet_ntop(family, known.get(IFA_LOCAL) or known[IFA_ADDRESS])
             addresses.setdefault(index, []).append(text)
             if scope not in (SCOPE_LINK, SCOPE_HOST) and index not in services:
                 usable.append(text)
@@ -287,7 +287,7 @@ def _command(route: Route) -> tuple[int, str]:
     known = route.known
     if route.table != MAIN_TABLE or route.protocol == BY_KERNEL or route.single or RTA_VIA in known:
         return 0, ""
-    via = f" via {_text(route.family, known[RTA_GATEWAY])}" if RTA_GATEWAY in known else ""
+    via = f" via {socket.inet_ntop(route.family, known[RTA_GATEWAY])}" if RTA_GATEWAY in known else ""
     onlink = " onlink" if route.flags & ON_LINK else ""
     return _number(known.get(RTA_OIF)), f"ip route add {route.destination}/{route.length}{via}{onlink}"
 
@@ -298,7 +298,7 @@ def _sources(wire: nl.Netlink, interfaces: Iterable[Interface]) -> tuple[str, ..
     Bridges, veths and dummies may have addresses of pods' networks or of services, which mean nothing elsewhere.
     """
     routes = [(nl.AF[family_of(address)], _route_to(wire, address)) for address in ELSEWHERE]
-    chosen = [_text(family, known[RTA_PREFSRC]) for family, known in routes if RTA_PREFSRC in known]
+    chosen = [socket.inet_ntop(family, known[RTA_PREFSRC]) for family, known in routes if RTA_PREFSRC in known]
     devices = (i for i in interfaces if i.kind in UPLINK_KINDS and i.name != "lo")
     return tuple(dict.fromkeys(filter(is_usable, (*chosen, *(a for i in devices for a in i.addresses)))))
 
@@ -309,7 +309,7 @@ def _networks(routes: Iterable[Route]) -> tuple[str, ...]:
         if route.table == MAIN_TABLE and route.length and not route.single and is_usable(route.destination):
             found.add(str(route.network))
         elif not route.length and RTA_GATEWAY in route.known:
-            found.add(str(ip_network(_text(route.family, route.known[RTA_GATEWAY]))))
+            found.add(str(ip_network(socket.inet_ntop(route.family, route.known[RTA_GATEWAY]))))
     return tuple(sorted(found))
 
 
@@ -321,10 +321,6 @@ def read_routes(wire: nl.Netlink, family: int, what: int = GET_ROUTE) -> Iterato
         known = dict(nl.attributes(answer, _ROUTE.size))
         if found == family:  # a kernel without that family answers with all
             yield Route(family, length, _number(known.get(RTA_TABLE)) or table, kind, known, tos, protocol, flags)
-
-
-def _text(family: int, packed: bytes) -> str:
-    return socket.inet_ntop(family, packed)
 
 
 def _number(value: bytes | None) -> int:

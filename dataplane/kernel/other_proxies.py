@@ -83,15 +83,10 @@ def _traces(mode: str) -> Iterator[str]:
         yield from (f"table {family} {OUR_TABLES[mode]}" for family in tables_named(OUR_TABLES[mode]))
     if mode in OUR_CHAINS:
         yield from _chains(OUR_CHAINS[mode])
-    if mode in OUR_SOCKETS and _listens(OUR_SOCKETS[mode]):
-        yield f"relay at @{OUR_SOCKETS[mode]}"
-
-
-def _listens(name: str) -> bool:
-    """True if a socket of the abstract namespace (unix(7)) has a name with this prefix."""
-    with contextlib.suppress(OSError):
-        return f" @{name}" in Path("/proc/thread-self/net/unix").read_text()
-    return False
+    if mode in OUR_SOCKETS:
+        with contextlib.suppress(OSError):
+            if f" @{OUR_SOCKETS[mode]}" in Path("/proc/thread-self/net/unix").read_text():
+                yield f"relay at @{OUR_SOCKETS[mode]}"
 
 
 def tables_named(name: str) -> list[str]:

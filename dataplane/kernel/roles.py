@@ -13,22 +13,13 @@ import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Final
 
-from hybrid_proxy.dataplane.kernel.links import (
-    DEVICE_KINDS,
-    POD_KINDS,
-    RTA_GATEWAY,
-    RTA_OIF,
-    RTA_VIA,
-    Interface,
-    is_pod,
-    is_uplink,
-    read_routes,
-)
+from hybrid_proxy.dataplane.kernel import links
 from hybrid_proxy.dataplane.kernel.netlink import AF, NLM_F_DUMP, ROUTE, Message, Netlink, attributes
 
 ON_ANOTHER: Final = frozenset({"vlan", "macvlan", "macvtap", "ipvlan", "ipvtap"})  # kinds that name the one below
 GROUPS: Final = frozenset({"bond", "team"})  # kinds whose ports all lead to the same place
-NEVER_OUT: Final = POD_KINDS | {"dummy", "tun"}  # ports of a bridge that lead to a pod, to nobody, or to a machine here
+# Ports of a bridge that lead to a pod, to nobody, or to a machine here.
+NEVER_OUT: Final = links.POD_KINDS | {"dummy", "tun"}
 GET_NEIGHBOUR, NDA_DST, NDA_LLADDR = 30, 1, 2  # linux/rtnetlink.h, linux/neighbour.h
 NUD_INCOMPLETE, NUD_FAILED, NUD_PERMANENT = 0x01, 0x20, 0x80
 UNANSWERED: Final = (NUD_INCOMPLETE, NUD_FAILED)
@@ -53,9 +44,9 @@ def ports_of_gateways(bridge: int) -> frozenset[int]:
 
 
 def _gateways(wire: Netlink, family: int, interface: int) -> Iterator[bytes]:
-    for route in read_routes(wire, family):
-        if not route.length and int.from_bytes(route.known.get(RTA_OIF, b""), sys.byteorder) == interface:
-            yield route.known.get(RTA_GATEWAY) or route.known.get(RTA_VIA, b"")[2:]
+    for route in links.read_routes(wire, family):
+        if not route.length and int.from_bytes(route.known.get(links.RTA_OIF, b""), sys.byteorder) == interface:
+            yield route.known.get(links.RTA_GATEWAY) or route.known.get(links.RTA_VIA, b"")[2:]
 
 
 def neighbours() -> dict[tuple[int, str], tuple[bytes, int]]:
@@ -75,7 +66,7 @@ def _neighbours(wire: Netlink, family: int) -> Iterator[tuple[int, int, dict[int
         yield *_NEIGHBOUR.unpack_from(answer)[1:3], dict(attributes(answer, _NEIGHBOUR.size))
 
 
-def carriers(interfaces: Collection[Interface], uplinks: Iterable[int], ways_out: WaysOut) -> set[int]:
+def carriers(interfaces: Collection[links.Interface], uplinks: Iterable[int], ways_out: WaysOut) -> set[int]:
     """Returns the indexes of the interfaces below uplinks."""
     known = {interface.index: interface for interface in interfaces}
     found: set[int] = set()
@@ -87,15 +78,15 @@ def carriers(interfaces: Collection[Interface], uplinks: Iterable[int], ways_out
     return found
 
 
-def _below(upper: Interface, known: Mapping[int, Interface], ways_out: WaysOut) -> set[int]:
+def _below(upper: links.Interface, known: Mapping[int, links.Interface], ways_out: WaysOut) -> set[int]:
     if upper.kind in ON_ANOTHER and not upper.peer_elsewhere:
         return {upper.lower} & known.keys()
     ports = {index for index, each in known.items() if each.master == upper.index}
     if upper.kind != "bridge":
         return ports if upper.kind in GROUPS else set()
-    ends = {index for index in ports if known[index].kind in POD_KINDS and known[index].peer_elsewhere}
+    ends = {index for index in ports if known[index].kind in links.POD_KINDS and known[index].peer_elsewhere}
     others = {index for index in ports if known[index].kind not in NEVER_OUT}
-    if not ends or any(known[index].kind in DEVICE_KINDS for index in others):
+    if not ends or any(known[index].kind in links.DEVICE_KINDS for index in others):
         return others
     if len(ends) == 1 and not others:
         return ends
@@ -113,15 +104,15 @@ class Roles:
         self._pods, self._uplinks, self._read_ways_out = pods, uplinks, ways_out
         self._ways: dict[int, Collection[int]] = {}  # of each bridge, as they were known last
         self._led_out: dict[int, str] = {}  # index -> kind: another interface may get the index
-        self.ports: list[Interface] = []  # of bridges that are uplinks: those that lead out
+        self.ports: list[links.Interface] = []  # of bridges that are uplinks: those that lead out
         self.uncertain = False  # a bridge has not learnt yet which of its ports leads out
 
     def look(
-        self, interfaces: Collection[Interface], primary: Iterable[str]
-    ) -> tuple[list[Interface], list[Interface]]:
+        self, interfaces: Collection[links.Interface], primary: Iterable[str]
+    ) -> tuple[list[links.Interface], list[links.Interface]]:
         """Returns pods' interfaces and uplinks of a node with these primary addresses."""
         primary, self.uncertain = tuple(primary), False
-        uplinks = {each.index for each in interfaces if is_uplink(each, self._uplinks, primary)}
+        uplinks = {each.index for each in interfaces if links.is_uplink(each, self._uplinks, primary)}
         bridges = {each.index for each in interfaces if each.kind == "bridge"}
         below = carriers(interfaces, uplinks, self._ways_out)
         led_out = {each.index for each in interfaces if self._led_out.get(each.index) == each.kind}
@@ -132,7 +123,8 @@ class Roles:
         return [
             each
             for each in interfaces
-            if is_pod(each, self._pods, self._uplinks, primary) and (self._pods or each.index not in self._led_out)
+            if links.is_pod(each, self._pods, self._uplinks, primary)
+            and (self._pods or each.index not in self._led_out)
         ], [each for each in interfaces if each.index in uplinks]
 
     def _ways_out(self, bridge: int) -> Collection[int]:
