@@ -59,8 +59,7 @@ def may_have_left(mode: str, pin_root: str | None) -> bool:
     """True if one of our modes has objects here, or is not known here. Its code is not loaded."""
     if mode == "ebpf":
         with contextlib.suppress(Unsupported):
-            folder = pin_folder(pin_root, mount=False)
-            return any(folder.glob("abi*"))
+            return any(pin_folder(pin_root, mount=False).glob("abi*"))
         return False
     if mode not in OUR_TABLES and mode not in OUR_CHAINS:
         return True

@@ -58,9 +58,8 @@ class Verdict(NamedTuple):
     def attributes(self) -> Attributes:
         """The verdict as data of an element or of the expression `immediate`."""
         code = (nf.NFTA_VERDICT_CODE, self.code & 0xFFFFFFFF)
-        if not self.chain:
-            return ((nf.NFTA_DATA_VERDICT, (code,)),)
-        return ((nf.NFTA_DATA_VERDICT, (code, (nf.NFTA_VERDICT_CHAIN, self.chain_name))),)
+        target = ((nf.NFTA_VERDICT_CHAIN, self.chain_name),) if self.chain else ()
+        return ((nf.NFTA_DATA_VERDICT, (code, *target)),)
 
 
 class Expression(NamedTuple):

@@ -204,7 +204,11 @@ def node_findings(facts: NodeFacts) -> Iterator[Finding]:
         yield _conntrack(facts.conntrack, facts.conntrack_user, facts.lost)
     for text in facts.beside:
         yield Finding("ok", "other programs", text)
-    yield from _unwatched(facts)
+    if agent is None:
+        yield Finding("unknown", "backends", "the agent alone knows which are ejected")
+    elif blind := sorted(_serving(facts) - SEE_FAILURES):
+        text = f"mode {' and '.join(blind)} does not see whether connections to backends fail"
+        yield Finding("unknown", "backends", text, "`hybrid-proxy doctor -n NAMESPACE` tries one to each")
     yield _empty(facts)
     yield from _flapping(facts.changes, facts.now)
     yield _recent_drops(facts)
@@ -335,15 +339,6 @@ def _conntrack(row: Fill, largest: str, lost: dict[str, tuple[int, int]]) -> Fin
 def _serving(facts: NodeFacts) -> set[str]:
     """The modes that serve: one alone, but for those that only drain."""
     return facts.programmed.keys() - {left.mode for left in (facts.agent.draining if facts.agent else ())}
-
-
-def _unwatched(facts: NodeFacts) -> Iterator[Finding]:
-    """Why it is not known whether backends fail."""
-    if facts.agent is None:
-        yield Finding("unknown", "backends", "the agent alone knows which are ejected")
-    elif blind := sorted(_serving(facts) - SEE_FAILURES):
-        text = f"mode {' and '.join(blind)} does not see whether connections to backends fail"
-        yield Finding("unknown", "backends", text, "`hybrid-proxy doctor -n NAMESPACE` tries one to each")
 
 
 def _flapping(changes: Sequence[ChangeRow], now: float) -> Iterator[Finding]:
