@@ -10,6 +10,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Final
 
@@ -52,7 +53,7 @@ class Notebook:
         self.path = path
         self._mode = mode
         self._syncer = syncer
-        self._file = file
+        self._again = partial(started_by, sys.orig_argv, os.environ, os.getppid(), file=file)
         requested = mode.config.mode
         self._blank = Memory(
             pid=os.getpid(), born=born(os.getpid()), namespace=netns_number(), started=time.time(),
@@ -134,10 +135,6 @@ class Notebook:
             rows = [replace(row, mode=reporter.name) for row in rows]  # which is not known of it later
             self._recent = [with_policy(row, lambda: self._syncer.builder.lacks) for row in rows]
 
-    def _again(self) -> str:
-        switched = self._mode.switched.mode if self._mode.switched else ""
-        return started_by(sys.orig_argv, os.environ, os.getppid(), switched, self._file)
-
     def _gather(self) -> Memory:
         self._collect()
         mode = self._mode
@@ -145,7 +142,7 @@ class Notebook:
         self._known = replace(
             self._blank,
             mode=mode.choice,
-            again=self._again(),
+            again=self._again(mode.switched.mode if mode.switched else ""),
             draining=sorted(mode.draining.names),
             pin_root=mode.config.options.ebpf.pin_root,
             names={**drained, **names} if drained else names,

@@ -96,16 +96,14 @@ def started_by(
 
     `switched` is the mode that serves in place of the configured one. A `file` with the configuration overrules flags.
     """
-    edit = f"set `mode: {switched}`, which served, in {file}, then " * bool(switched and file)
+    place = f"`mode: {switched}` in {file}" if file else f"`--proxy-mode {switched}`"
+    first = f"set {place}, which served, then " * bool(switched)
     if "KUBERNETES_SERVICE_HOST" in environment:
         look = "`kubectl -n kube-system get pods -l app.kubernetes.io/name=hybrid-proxy -o wide`"
         return f"kubelet starts it again; {look} and `kubectl -n kube-system logs ds/hybrid-proxy` say why not"
     if parent == 1 and "INVOCATION_ID" in environment:
-        first = f"set `--proxy-mode {switched}`, which served, in its unit, then " * bool(switched and not file)
-        return f"{first or edit}`systemctl start hybrid-proxy`; `journalctl -u hybrid-proxy` says why it ended"
-    if edit:
-        return f"{edit}`{shlex.join(argv)}`"
-    return f"start it as it was: `{shlex.join([*argv, *['--proxy-mode', switched] * bool(switched)])}`"
+        return f"{first}`systemctl start hybrid-proxy`; `journalctl -u hybrid-proxy` says why it ended"
+    return f"{first or 'start it as it was: '}`{shlex.join(argv)}`"
 
 
 def memory_path(asked: str) -> Path:

@@ -74,10 +74,10 @@ def test_an_agent_is_started_again_as_it_was_started(environment: dict[str, str]
 @pytest.mark.parametrize(
     ("environment", "file", "said"),
     [
-        ({}, "", "`hybrid-proxy run --proxy-mode nftables`"),
-        ({}, "/etc/a.conf", "set `mode: nftables`, which served, in /etc/a.conf, then `hybrid-proxy run`"),
-        ({"INVOCATION_ID": "1"}, "", "set `--proxy-mode nftables`, which served, in its unit, then `systemctl start "),
-        ({"INVOCATION_ID": "1"}, "/etc/a.conf", "set `mode: nftables`, which served, in /etc/a.conf, then `systemctl"),
+        ({}, "", "set `--proxy-mode nftables`, which served, then `hybrid-proxy run`"),
+        ({}, "/etc/a.conf", "set `mode: nftables` in /etc/a.conf, which served, then `hybrid-proxy run`"),
+        ({"INVOCATION_ID": "1"}, "", "set `--proxy-mode nftables`, which served, then `systemctl start "),
+        ({"INVOCATION_ID": "1"}, "/etc/a.conf", "set `mode: nftables` in /etc/a.conf, which served, then `systemctl"),
     ],
 )
 def test_after_a_switch_it_is_started_in_the_mode_that_served(
