@@ -259,13 +259,14 @@ def _log(pid: int) -> str:
 
 def _doctor(args: argparse.Namespace, agent: Agent) -> str:
     from hybrid_proxy.controller.commands.doctor.checks import diagnose, node_findings
-    from hybrid_proxy.controller.commands.doctor.node import at_node
+    from hybrid_proxy.controller.commands.doctor.node import at_node, pod_links
 
     began = time.monotonic()
     node = at_node(agent, args.cgroup)
     if node.here is not None:
         node.here.close()
-    return _json(diagnose("node", list(node_findings(node.facts)), seconds=time.monotonic() - began))
+    facts = msgspec.structs.replace(node.facts, links=pod_links())
+    return _json(diagnose("node", list(node_findings(facts)), seconds=time.monotonic() - began))
 
 
 def _listed(agent: Agent, what: str) -> list[object]:
