@@ -28,13 +28,13 @@ from hybrid_proxy.workshop.tracing import compiler
 __all__ = ["Stage", "repeated", "repeated_by", "skip_without_bcc"]
 
 TOOLS = Path(__file__).parents[3] / "build" / "tools"
+os.environ.setdefault(compiler.CACHE, str(TOOLS / "cache"))  # compiled programs are kept in the build folder
 
 WEB = {4: "10.96.0.10:80", 6: "[fd96::10]:80"}
 
 
 def skip_without_bcc() -> None:
-    """Skip the test where bcc or kernel headers are missing; compiled programs are kept in the build folder."""
-    os.environ.setdefault(compiler.CACHE, str(TOOLS / "cache"))
+    """Skip the test where bcc or kernel headers are missing."""
     try:
         compiler.find_package()
         compiler.find_headers()
