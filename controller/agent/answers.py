@@ -269,7 +269,7 @@ class Answers:
                 service: list(known.refused) for service, known in builder.external_ips.items() if known.refused
             },
             conflicts={service: dict(owners) for service, owners in builder.conflicts.items()},
-            configuration=self.follower.status(self.mode.config),
+            configuration=self.follower.status(self.mode.config, cluster.node),
             former_modes=sorted(self.mode.former_modes),
             other_proxies=list(self.other_proxies.warnings),
             left_took=self.other_proxies.left_took,

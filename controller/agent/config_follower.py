@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from hybrid_proxy.controller.errors import ConfigError
+from hybrid_proxy.controller.kubernetes.model import Node
+from hybrid_proxy.controller.semantics.node import pods_outside
 from hybrid_proxy.controller.serving.protocol import ConfigurationStatus
 from hybrid_proxy.dataplane.reports import some
 
@@ -87,11 +89,11 @@ class ConfigFollower:
 
         return in_effect(self._followed.loaded)
 
-    def status(self, config: Config) -> ConfigurationStatus:
+    def status(self, config: Config, node: Node | None) -> ConfigurationStatus:
         """Returns what is in effect, what waits for the next start, and why the newest content is refused."""
         return ConfigurationStatus(
             file=self.file or None,
-            warnings=list(config.warnings),
+            warnings=[*config.warnings, *pods_outside(config.settings, node)],
             waiting=list(self._waiting),
             refused=self.refused,
             service_proxy_name=config.settings.proxy_name,

@@ -10,7 +10,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from ipaddress import ip_address, ip_network
 
 import msgspec
@@ -23,7 +23,6 @@ from hybrid_proxy.controller.semantics.entries import (
     Settings,
     networks_of,
 )
-from hybrid_proxy.dataplane.reports import some
 from hybrid_proxy.dataplane.table import NodeNetwork, PodMatch, family_of
 
 
@@ -149,15 +148,6 @@ def node_faults(
                 "--node-ip, or set --bind-address"
             )
     yield from node_port_faults(settings, network)
-    ranges = networks_of(settings.cluster_cidrs) if settings.detect is DetectLocalMode.CLUSTER_CIDR else ()
-    for cidr in known.pod_cidrs:
-        pods = ip_network(cidr, strict=False)
-        same = [each for each in ranges if each.version == pods.version]
-        if same and not any(pods.subnet_of(each) for each in same):  # type: ignore[arg-type]
-            yield (
-                f"clusterCIDR ({', '.join(map(str, same))}) does not contain {cidr}, the podCIDR of the Node {name}: "
-                "its pods count as clients from outside; correct --cluster-cidr"
-            )
     own = (*network.primary, *_first_of_each_family(_named(settings, node)))
     for cidr, what in wrong_ranges(settings, node, own, service_cidrs, routes).items():
         if not settings.proxy_name:
@@ -167,13 +157,17 @@ def node_faults(
             )
 
 
-def astray(name: str, nodes: Collection[str]) -> Iterator[str]:
-    """Describes a node whose name none of the endpoints' `nodes` is, where it has no Node object: that is served."""
-    if nodes and name not in nodes:
-        yield (
-            f"there is no Node {name}, and no endpoint is on it, but on {some(sorted(nodes))}: policies Local serve "
-            "nothing here; correct --hostname-override unless that is meant"
-        )
+def pods_outside(settings: Settings, node: Node | None) -> Iterator[str]:
+    """Describes podCIDRs that clusterCIDR lacks; only a remark, because some CNIs do not use podCIDRs."""
+    ranges = networks_of(settings.cluster_cidrs) if settings.detect is DetectLocalMode.CLUSTER_CIDR else ()
+    for cidr in node.pod_cidrs if node else ():
+        pods = ip_network(cidr, strict=False)
+        same = [each for each in ranges if each.version == pods.version]
+        if same and not any(pods.subnet_of(each) for each in same):  # type: ignore[arg-type]
+            yield (
+                f"clusterCIDR ({', '.join(map(str, same))}) does not contain {cidr}, the Node's podCIDR: if pods have "
+                "its addresses, they count as clients from outside"
+            )
 
 
 def node_port_faults(settings: Settings, network: NodeNetwork) -> Iterator[str]:

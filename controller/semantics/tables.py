@@ -25,14 +25,7 @@ from hybrid_proxy.controller.semantics.entries import (
     health_check,
 )
 from hybrid_proxy.controller.semantics.lacks import KnownLacks, Lack
-from hybrid_proxy.controller.semantics.node import (
-    NO_ROUTES,
-    Routes,
-    astray,
-    node_faults,
-    node_network,
-    node_port_faults,
-)
+from hybrid_proxy.controller.semantics.node import NO_ROUTES, Routes, node_faults, node_network, node_port_faults
 from hybrid_proxy.dataplane.shards import Shards
 from hybrid_proxy.dataplane.table import EMPTY, Entry, Frontend, Kind, NodeNetwork, Protocol, ServiceTable, socket_text
 
@@ -90,10 +83,7 @@ class Builder:
         if self._asked is None:
             return ()
         if not (needs_node or cluster.node):
-            if self.table is not self._faults[0]:
-                nodes = {end.node for ends in cluster.endpoints().values() for end in ends if end.node}
-                self._faults = self.table, (*self.node_port_faults, *astray(self._settings.node_name, nodes))
-            return self._faults[1]
+            return self.node_port_faults
         problem = cluster.problems.get(("Node", self._settings.node_name))
         unread = cluster.unread("Node") or (problem.text if problem else "")
         asked = self._settings, cluster.reported, unread, self.table.node, *self._asked

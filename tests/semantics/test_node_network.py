@@ -8,7 +8,7 @@ import pytest
 from make import ME, Node
 
 from hybrid_proxy.controller.semantics.entries import DetectLocalMode, Settings
-from hybrid_proxy.controller.semantics.node import Routes, astray, node_faults, node_network
+from hybrid_proxy.controller.semantics.node import Routes, node_faults, node_network, pods_outside
 from hybrid_proxy.dataplane.table import PodMatch
 
 ClusterCIDR, NodeCIDR = DetectLocalMode.CLUSTER_CIDR, DetectLocalMode.NODE_CIDR
@@ -156,19 +156,13 @@ def test_an_address_that_is_missed_without_another_one_of_its_family():
 
 
 @pytest.mark.parametrize(
-    ("ranges", "faults"),
+    ("ranges", "remarks"),
     [(("10.77.0.0/16",), 0), ((), 0), (("fd77::/48",), 0), (("10.78.0.0/16", "fd77::/48"), 1)],
     ids=["contained", "none", "another family's", "another"],
 )
-def test_the_range_of_the_cluster_has_the_pods_of_the_node(ranges, faults):
+def test_the_range_of_the_cluster_has_the_pods_of_the_node(ranges, remarks):
     node = Node(ME, ("10.0.0.6", "fd04::4"), pod_cidrs=("10.77.1.0/24",))
-    found = faults_of(Settings(node_name=ME, cluster_cidrs=ranges), node, node, "", (), KERNEL)
-    assert len(found) == faults, found
-
-
-@pytest.mark.parametrize(("nodes", "faults"), [((), 0), ((ME, "b"), 0), (("a", "b"), 1)])
-def test_without_nodes_a_name_that_no_endpoint_has_is_noted(nodes, faults):
-    assert len(list(astray(ME, nodes))) == faults
+    assert len([*pods_outside(Settings(node_name=ME, cluster_cidrs=ranges), node)]) == remarks
 
 
 def test_an_override_is_nothing_to_complain_of():
