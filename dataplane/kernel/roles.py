@@ -31,15 +31,20 @@ WaysOut = Callable[[int], Collection[int]]  # a bridge -> its ports behind which
 def ports_of_gateways(bridge: int) -> frozenset[int]:
     """Returns the ports of a bridge behind which the default gateways are; none where the kernel does not know."""
     with Netlink(ROUTE) as wire:
-        gateways = {gateway for family in AF.values() for gateway in _gateways(wire, family, bridge)}
-        addresses = {
+        return ports_towards(bridge, {gateway for family in AF.values() for gateway in _gateways(wire, family, bridge)})
+
+
+def ports_towards(bridge: int, addresses: Collection[bytes]) -> frozenset[int]:
+    """Returns the ports of a bridge behind which these IP addresses are; none where the kernel does not know."""
+    with Netlink(ROUTE) as wire:
+        learnt = {
             known[NDA_LLADDR]
             for family in AF.values()
             for index, _, known in _neighbours(wire, family)
-            if index == bridge and known.get(NDA_DST) in gateways and NDA_LLADDR in known
+            if index == bridge and known.get(NDA_DST) in addresses and NDA_LLADDR in known
         }
         return frozenset(
-            index for index, _, known in _neighbours(wire, socket.AF_BRIDGE) if known.get(NDA_LLADDR) in addresses
+            index for index, _, known in _neighbours(wire, socket.AF_BRIDGE) if known.get(NDA_LLADDR) in learnt
         ) - {bridge}
 
 

@@ -18,11 +18,14 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from socket import SOCK_STREAM
+from socket import IPPROTO_TCP, SOCK_STREAM
 from typing import Any, Final
 
 from vm.features import missing
 
+from hybrid_proxy.controller.serving.admin import ask
+from hybrid_proxy.controller.serving.protocol import ExplainAnswers, RunExplain
+from hybrid_proxy.dataplane.mode import ProbePacket
 from hybrid_proxy.workshop.lab.network import CLUSTER_CIDRS, SERVICE_CIDRS, Lab
 
 from ..conftest import routed_lab
@@ -188,7 +191,21 @@ def bridged(words: str, *, filtered: bool, lost: tuple[str, ...] = ()) -> Kind:
     why = "an answer that goes from port to port is not translated back: the connection fails"
     instead = {mode: {"pod1-near-cluster": why} for mode in lost}
     instead["userspace"] = {"pod1-near-cluster": "the backend sees the node's address"}
-    return Kind(words, steps, needs="br_netfilter", settings=settings, instead=instead, proves=_node_is_seen)
+    return Kind(words, steps, needs="br_netfilter", settings=settings, instead=instead, proves=_at_a_bridge)
+
+
+def _at_a_bridge(bench: Bench, services: Mapping[str, Service]) -> str:
+    return _node_is_seen(bench, services) or _explain_knows_the_pod(bench, services)
+
+
+def _explain_knows_the_pod(bench: Bench, services: Mapping[str, Service]) -> str:
+    """As an agent's pod asks, which enters no other: the route names the bridge, and the program is at a port of it."""
+    for family in (V4, V6) if bench.agent.mode == "ebpf" else ():
+        probe = ProbePacket(bench.lab["pod2"].address(family), *services["far"].vip(family), IPPROTO_TCP)
+        (seen,) = ask(str(bench.agent.socket), RunExplain([probe]), ExplainAnswers).answers
+        if seen.steps[0].text != "The packet comes from a pod, at veth2.":
+            return f"explain takes pod2 for another: {seen.steps[0].text}"
+    return ""
 
 
 def _node_is_seen(bench: Bench, services: Mapping[str, Service]) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import logging
 from collections.abc import Callable, Collection, Sequence
+from ipaddress import ip_address
 from pathlib import Path
 
 import numpy as np
@@ -19,7 +20,7 @@ from hybrid_proxy.dataplane.kernel.links import (
     read_node,
     read_reverse_path_filters,
 )
-from hybrid_proxy.dataplane.kernel.roles import Roles
+from hybrid_proxy.dataplane.kernel.roles import Roles, ports_towards
 from hybrid_proxy.dataplane.mode import Options, ProbePacket
 from hybrid_proxy.dataplane.modes.ebpf.hooks.cgroup import SocketPrograms
 from hybrid_proxy.dataplane.modes.ebpf.hooks.interfaces import InterfacePrograms
@@ -187,6 +188,10 @@ class Attachments:
         towards = hop.index if hop else 0
         if packet.interface:  # wherever the route leads
             towards = next((each for each in self._of_pods() if interface_name(each) == packet.interface), towards)
+        elif ports := {index for index, each in self.pods.attached.items() if towards and each.master == towards}:
+            # Where an uplink is the bridge, hosts are behind other ports of it; at a bridge of pods any is a pod's.
+            known = ports & ports_towards(towards, {ip_address(packet.src).packed})
+            towards = min(known or (ports if towards not in self.uplinks.attached else known), default=towards)
         source = packet.source_class
         if source is None:
             addresses = {*node.addresses, *node.primary} if node else set()
