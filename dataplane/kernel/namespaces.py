@@ -12,6 +12,7 @@ import os
 import socket
 import struct
 from collections.abc import Iterator
+from ipaddress import ip_address
 from pathlib import Path
 from typing import Final, NamedTuple
 
@@ -22,7 +23,7 @@ from hybrid_proxy.dataplane.kernel.links import LOOPBACK, POD_KINDS, read_node
 CLONE_NEWNET: Final = 0x40000000
 NAMED: Final = Path("/run/netns")  # where CNI plugins and `ip netns` bind namespaces
 RTM_GETNSID, NETNSA_NSID, NETNSA_FD = 90, 1, 3  # linux/rtnetlink.h, linux/net_namespace.h
-TCP_LISTEN, UDP_OPEN = "0A", "07"  # states in /proc/net: net/tcp_states.h
+TCP_LISTEN, UDP_OPEN, SCTP_LISTEN = "0A", "07", "10"  # states in /proc/net: net/tcp_states.h
 IP_MTU, IPV6_MTU = 14, 24  # linux/in.h, linux/in6.h
 _INT: Final = struct.Struct("=i")
 _LIBC: Final = ctypes.CDLL(None, use_errno=True)
@@ -76,13 +77,15 @@ def pods() -> Iterator[Pod]:
 
 
 def listening(protocol: int) -> list[tuple[str, int]]:
-    """Returns where processes of the thread's namespace listen, by TCP or UDP.
+    """Returns where processes of the thread's namespace listen, by TCP, UDP or SCTP.
 
     The kernel lists listeners by TCP before all other sockets, of which there may be very many.
 
     Raises:
         OSError: it cannot be read.
     """
+    if protocol == socket.IPPROTO_SCTP:
+        return _by_sctp(Path("/proc/thread-self/net/sctp/eps").read_text())
     name, wanted = ("tcp", TCP_LISTEN) if protocol == socket.IPPROTO_TCP else ("udp", UDP_OPEN)
     found = []
     for family, file in ((socket.AF_INET, name), (socket.AF_INET6, f"{name}6")):
@@ -96,6 +99,11 @@ def listening(protocol: int) -> list[tuple[str, int]]:
                     words = [int(address[at : at + 8], 16) for at in range(0, len(address), 8)]  # in the host's order
                     found.append((socket.inet_ntop(family, struct.pack(f"={len(words)}I", *words)), int(port, 16)))
     return found
+
+
+def _by_sctp(listing: str) -> list[tuple[str, int]]:
+    rows = [row.split() for row in listing.splitlines()[1:]]  # state, port and addresses: net/sctp/proc.c
+    return [(str(ip_address(at)), int(row[5])) for row in rows if row[3] == SCTP_LISTEN for at in row[8:]]
 
 
 def unread() -> dict[int, tuple[int, int]]:

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import socket
 from contextlib import ExitStack
+from pathlib import Path
 
+import msgspec
 import pytest
 
+from hybrid_proxy.controller.commands.doctor import way
+from hybrid_proxy.controller.commands.doctor.facts import Tried
 from hybrid_proxy.dataplane.kernel.diag import full_queues
-from hybrid_proxy.dataplane.kernel.namespaces import device_drops, listening, packet_size
+from hybrid_proxy.dataplane.kernel.namespaces import Pod, device_drops, listening, packet_size
 
 LISTENERS = [
     (socket.AF_INET, "127.0.0.1"),
@@ -33,6 +37,34 @@ def test_where_processes_listen_is_read_of_both_families(kind: socket.SocketKind
             found = set(listening(socket.getprotobyname(protocol)))
             assert wanted <= found
             assert client.getsockname() not in found, "a client does not listen"
+
+
+# As a kernel prints it: of two addresses, of one that is bound and does not listen, of IPv6.
+SCTP = """ENDPT            SOCK             STY SST HBKT LPORT   UID INODE     LADDRS
+ffff88017e0a0200 ffff880299f7fa00 2   10  29   11165   200 299689357 10.0.0.102 10.0.0.70
+ffff880612e81c00 ffff8803c28a1b00 2   7   30   11166   200 273361203 10.0.0.102
+ffff88061fba9800 ffff88061f8a3180 1   10  31   11167     0 273361145 0000:0000:0000:0000:0000:0000:0000:0000
+"""
+
+
+def test_where_processes_listen_by_sctp_is_read_of_its_own_list(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+    monkeypatch.setattr(Path, "read_text", lambda path: (asked.append(str(path)), SCTP)[1])
+    assert listening(socket.IPPROTO_SCTP) == [("10.0.0.102", 11165), ("10.0.0.70", 11165), ("::", 11167)]
+    assert asked == ["/proc/thread-self/net/sctp/eps"]
+
+
+def test_who_listens_by_udp_is_no_hint_about_sctp() -> None:
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as other:
+        other.bind(("127.0.0.1", 0))
+        address, port = other.getsockname()
+        refused = Tried("node", address, "backend", f"{address}:{port}", "SCTP", "refused")
+        here = Pod("/proc/self/ns/net", "eth0", (address,))
+        found = way.listening([refused], [here])
+        assert bool(found) is Path("/proc/net/sctp/eps").exists()
+        assert not any(found.values())
+        datagram = msgspec.structs.replace(refused, protocol="UDP")
+        assert str(port) in way.listening([datagram], [here])[datagram.end]
 
 
 @pytest.mark.parametrize(("family", "address"), [(socket.AF_INET, "127.0.0.1"), (socket.AF_INET6, "::1")])

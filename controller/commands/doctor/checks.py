@@ -1191,14 +1191,15 @@ def _of_backends(direct: Sequence[Tried], facts: ServiceFacts, node: NodeFacts) 
         well: Mark = "warning" if len(targets) < total and some_fail else "ok"
         match outcome:
             case "refused":
-                numbers = sorted({_end(one).rpartition(":")[2] for one in worsts})
+                shown = sorted({_end(one).rpartition(":")[2] for one in worsts})
+                numbers = {each.partition("/")[0] for each in shown}
                 at = list(dict.fromkeys(place for one in worsts for place in facts.listening.get(one.end, ())))
                 dead = list(dict.fromkeys(_host(one) for one in worsts if facts.listening.get(one.end) == ()))
-                text = f"{count} {_verb(targets, 'refuses', 'refuse')} targetPort {', '.join(numbers)}{where}"
+                text = f"{count} {_verb(targets, 'refuses', 'refuse')} targetPort {', '.join(shown)}{where}"
                 text += f": {some(targets)}"
                 todo = "compare targetPort with the port that the container listens on, at all of its addresses"
                 listens = _verb(targets, "it listens", "they listen")
-                if not set(numbers).isdisjoint(at):
+                if not numbers.isdisjoint(at):
                     text += f", although {listens} there: a firewall rejects"
                     path = next((link.path for link in facts.links if _host(each) in link.addresses), "")
                     todo = f"look at the pod's firewall (`nsenter --net={path} nft list ruleset`), and network policies"
