@@ -33,6 +33,7 @@ from hybrid_proxy.dataplane.unmet import Unmet
 log = logging.getLogger(__name__)
 
 NEARLY_FULL: Final = 0.95  # of conntrack: then the kernel begins to drop entries early (nf_conntrack_max95)
+OWN_TOOLS: Final = {"iptables-nft-re", "ip6tables-nft-r"}  # iptables-nft-restore, as the kernel names processes
 # A socket that replied to a stray segment replies to no other one for half a second (net.ipv4.tcp_invalid_ratelimit).
 CHALLENGE_SECONDS: Final = 0.6  # before the second time; then twice as long each time, because packets may be lost
 CHALLENGE_MOST_SECONDS: Final = 2.4
@@ -98,7 +99,7 @@ class NetfilterMode(Programmer):
         self._judges = True  # conntrack entries
         self._former: Collection[conntrack.Key] = ()  # frontends that were programmed when this process began
         self._watched = False  # the rules are, by a thread
-        self._changed_by = ""  # the program that changed them last; it may be one that this process ran
+        self._changed_by = set[str]()  # programs that changed them; empty text: the kernel did not say which
         self._touched, self._stop = threading.Event(), threading.Event()
         self._localhost = Localhost(options, self.name, self.repaired) if self.needs_sources else None
 
@@ -213,9 +214,15 @@ class NetfilterMode(Programmer):
 
     def ruleset_changed(self, program: str) -> None:
         """Note that another process changed our tables; called from any thread."""
-        self._changed_by = program
+        if program not in OWN_TOOLS:
+            self._changed_by.add(program)
         self._touched.set()
         self._request_maintenance()
+
+    def _changers(self) -> str:
+        """Returns who changed our tables since the last call; empty: it is not known of each change."""
+        names, self._changed_by = self._changed_by, set()
+        return " or ".join(sorted(names)) * ("" not in names)
 
     def _maintain_common(self) -> None:
         if self._localhost is not None:

@@ -148,10 +148,11 @@ class Iptables(TranslatingMode):
         if self._clock() < self._audit_at + wait:
             return
         if self._damage:
-            self._repair(self._damage)  # it failed the last time
+            self._repair(self._damage, self.repaired.by)  # it failed the last time
         if self._full:
             return  # the loop syncs again
         self._touched.clear()
+        by = self._changers()
         self._note_revision()
         before = self._spent()
         if self._ruleset.untouched():
@@ -164,14 +165,14 @@ class Iptables(TranslatingMode):
         ]
         took = self._spent() - before
         if damage:
-            self._repair(damage)
+            self._repair(damage, by)
         else:
             self._ruleset.seen(generation)
         self._audit_at = max(self._audit_at, self._clock()) + AUDIT_SHARE * took
 
-    def _repair(self, damage: list[str]) -> None:
+    def _repair(self, damage: list[str], by: str) -> None:
         nodes = {family: plan.node for family, plan in self._plans.items()}
-        self.repaired.add(by_service(damage, self.table.entries(), nodes))
+        self.repaired.add(by_service(damage, self.table.entries(), nodes), by=by)
         self._full, self._damage = True, damage
         former, self._audit_at = self._audit_at, self._clock() + AUDIT_CREDIT + REPAIR_PAUSE
         self._touched.set()  # compare again soon: the repair may fail, or be undone meanwhile

@@ -177,8 +177,7 @@ class Nftables(TranslatingMode):
         self._full = False
         self._verified()
         if repaired := [f"table {name} {TABLE}: {describe(done)}" for name, done in written.items() if done]:
-            self.repaired.add(repaired, len(repaired), self._changed_by)
-            self._changed_by = ""
+            self.repaired.add(repaired, len(repaired), self._changers())
             self._judge(self.table, self.table.services.keys(), repaired=True)
 
     def _skeleton_repair(self) -> list[tuple[Family, list[op.Operation]]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import queue
 import subprocess
 import threading
 import time
@@ -267,6 +268,30 @@ def test_the_kernel_reports_changes_of_others_at_once_and_our_own_cost_no_compar
         assert reported.wait(60)
         programmer.maintain()
         assert programmer.repaired.count == 1
+
+
+def test_a_repair_names_the_programs_that_the_kernel_names_and_not_our_own_tool() -> None:
+    """The chains are in tables of everybody: who changed something of his own meanwhile may be the one, too."""
+    reported: queue.Queue[str] = queue.Queue()
+    nft, restore = ("nft", "flush", "chain", "ip", "nat"), "*nat\n-F HP-SERVICES\nCOMMIT\n"
+    cases = (
+        ([[*nft, "HP-SERVICES"]], "nft"),
+        ([["iptables-nft", "-t", "nat", "-N", "X"], [*nft, "HP-POSTROUTING"]], "iptables-nft or nft"),
+        ([["iptables-nft-restore", "--noflush"]], ""),
+    )
+    with opened("nft", sync_seconds=600.0) as mode:
+        noted = mode.ruleset_changed
+        mode.ruleset_changed = lambda program: (noted(program), reported.put(program))[0]  # type: ignore[method-assign]
+        mode.sync(table(1, 2))
+        assert mode.monitoring.wait(60)
+        for number, (changes, by) in enumerate(cases, 1):
+            mode.sync(table(*range(1, 3 + number), generation=1 + number))
+            for argv in changes:
+                subprocess.run(argv, input=restore.encode(), check=True)
+                while reported.get(timeout=60) != argv[0][:15]:
+                    pass  # of our own restores
+            mode.maintain()
+            assert (mode.repaired.count, mode.repaired.by) == (number, by)
 
 
 def test_the_view_names_services_and_backends(variant: str) -> None:
