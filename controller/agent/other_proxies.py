@@ -1,6 +1,7 @@
 """Searches for other proxies, and NAT of other programs for addresses of Services, on a thread of its own.
 
-It does so at the start, when nftables' rules change, every minute, and more often while such NAT is there: it counts.
+It does so at the start, when this agent begins to serve, when nftables' rules change, every minute, and more often
+while such NAT is there: it counts.
 """
 
 from __future__ import annotations
@@ -95,11 +96,11 @@ class OtherProxiesWatcher:
             log.info("there is no other proxy any more")
 
     def _run(self) -> None:
-        due, rested, known = 0.0, 0.0, b""
+        due, rested, known = 0.0, 0.0, (b"", False)
         while not self._stop.is_set():
-            generation, now = ruleset_generation(), time.monotonic()
-            if now >= rested and (now >= due or generation != known):
-                known = generation
+            state, now = (ruleset_generation(), self.settled), time.monotonic()
+            if now >= rested and (now >= due or state != known):
+                known = state
                 self.search()
                 due, ended = now + (NAT_SECONDS if self.nat else SECONDS), time.monotonic()
                 rested = ended + PATIENCE * (ended - now)

@@ -381,6 +381,17 @@ class TestWatching:
         finally:
             watcher.stop()
 
+    def test_what_a_kube_proxy_left_is_counted_as_soon_as_we_serve(self):
+        nft("table ip kube-proxy {}")
+        watcher = OtherProxiesWatcher("ebpf", lambda _: None)
+        watcher.start()
+        try:
+            until(lambda: watcher.warnings, "the first search", 3)
+            watcher.settled = True
+            until(lambda: watcher.left_took == 0, "it is known that they take nothing", 4)
+        finally:
+            watcher.stop()
+
     def test_nat_for_an_address_of_a_service_is_noticed_in_seconds(self):
         frontend = Frontend(Kind.CLUSTER_IP, "10.96.0.9", 80, 0, 0)
         table = ServiceTable({"a/b": (Entry(name="a/b:c", family=4, protocol=Protocol.TCP, frontends=(frontend,)),)})
