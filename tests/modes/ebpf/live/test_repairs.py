@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
 
+import numpy as np
 import pytest
 from pyroute2 import IPRoute
 
@@ -19,6 +20,7 @@ from hybrid_proxy.dataplane.modes.ebpf.hooks import interfaces
 from hybrid_proxy.dataplane.modes.ebpf.hooks.cgroup import SOCKET_HOOKS
 from hybrid_proxy.dataplane.modes.ebpf.maps import layout
 from hybrid_proxy.dataplane.modes.ebpf.maps.layout import OBJECTS
+from hybrid_proxy.dataplane.modes.ebpf.maps.node_maps import NodeMaps, word
 from hybrid_proxy.dataplane.modes.ebpf.programmer import Ebpf, clean
 from hybrid_proxy.dataplane.reports import several
 from hybrid_proxy.dataplane.table import Backend, BackendSet, Kind, NodeNetwork, ServiceTable
@@ -33,6 +35,7 @@ from ..kit import small
 pytestmark = pytest.mark.root
 
 
+DEVMAP_HASH = 25  # linux/bpf.h
 BACKENDS = BackendSet((Backend("10.77.1.11", 8080),))
 TABLE = ServiceTable(
     {"ns/v4": (entry(Front(Kind.CLUSTER_IP, "10.96.0.1", 80, BACKENDS, BACKENDS), name="ns/v4:p"),),
@@ -236,6 +239,27 @@ def test_a_mode_that_drains_is_not_damaged_and_repairs_what_is(place: Place) -> 
     agent.abandon(TABLE)
     agent.maintain()
     assert (agent.repaired.count, agent.unrepaired) == (repairs + 2, ())
+
+
+def test_interfaces_that_go_while_their_map_is_read_are_no_damage(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with IPRoute() as ip, closing(Map.made(DEVMAP_HASH, "links", 4, 4, 8)) as links:
+        for name in ("gone1", "gone2"):
+            ip.link("add", ifname=name, kind="veth", peer=f"{name}peer")
+        first, second = (ip.link_lookup(ifname=name)[0] for name in ("gone1", "gone2"))
+        maps = NodeMaps({"links": links}, lambda: np.zeros(0))
+        maps.write("links", {word(index): word(index) for index in (first, second)})
+        ip.link("del", index=first)
+        read = links.elements
+
+        def elements() -> dict[bytes, bytes]:
+            found = read()
+            ip.link("del", index=second)
+            return found
+
+        monkeypatch.setattr(links, "elements", elements)
+        assert not [*maps.damage({})]
 
 
 def test_pins_are_read_again_when_one_comes_or_goes(pins: Path) -> None:
