@@ -47,7 +47,8 @@ class Shards(Mapping[str, Value], Generic[Value]):
         names = set[str]()
         for mine, theirs in zip(self.parts, other.parts, strict=True):
             if mine is not theirs:
-                names.update(name for name in {**mine, **theirs} if _differ(mine.get(name), theirs.get(name)))
+                pairs = ((name, mine.get(name), theirs.get(name)) for name in {**mine, **theirs})
+                names.update(name for name, was, now in pairs if was is not now and was != now)
         return frozenset(names)
 
     def __getitem__(self, name: str) -> Value:
@@ -72,7 +73,3 @@ class _Values(ValuesView[Value]):
 
     def __iter__(self) -> Iterator[Value]:
         return chain.from_iterable(part.values() for part in self._mapping.parts)
-
-
-def _differ(one: object, other: object) -> bool:
-    return one is not other and one != other

@@ -53,8 +53,9 @@ class Draining:
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
 
-    def _announce(self, reason: str, note: str) -> None:
-        log.info("%s", note)
+    def _announce(self, reason: str, note: str, flows: Mapping[str, int] | None) -> None:
+        # Without flows, the line about what the mode left here says enough.
+        log.log(logging.INFO if flows is None or any(flows.values()) else logging.DEBUG, "%s", note)
         self._report(reason, note)
 
     def keep(self, programmer: Programmer) -> None:
@@ -86,7 +87,7 @@ class Draining:
             self._thread.start()
 
     def _drain(self, name: str, left: _Left, table: ServiceTable) -> None:
-        left.table, began = table, not left.drains
+        left.table, failed = table, left.table is not EMPTY and not left.drains
         left.drains = False
         try:
             left.programmer.drain(table)
@@ -96,8 +97,8 @@ class Draining:
             log.warning("mode %s, which was left, may still take new flows, trying again: %s", name, error)
             return
         left.drains = True
-        if began:
-            log.info("mode %s takes no new flows, and serves those that it has until they are over", name)
+        if failed:
+            log.info("mode %s takes no new flows now", name)
 
     def maintain(self, table: ServiceTable) -> None:
         """Maintain all modes that drain; called once a second. A failure is logged and tried again."""
@@ -128,7 +129,7 @@ class Draining:
         if left.first is not None:
             first = any(left.first.values())
             began = f"{began}; it began with {described(left.first)}" if first else "is gone: it had no flows"
-        self._announce("Drained", f"mode {name} {began}{rest}")
+        self._announce("Drained", f"mode {name} {began}{rest}", left.first)
         try:
             left.programmer.abandon(left.table)
         except (DataplaneError, OSError) as error:
@@ -182,7 +183,7 @@ class Draining:
                 left.first = left.flows
                 text = described(left.flows, "goes on until it is over", "go on until they are over")
                 text = text if any(left.flows.values()) else "it has no flows"
-                self._announce("Draining", f"mode {name} drains: {text}")
+                self._announce("Draining", f"mode {name} drains: {text}", left.flows)
             late = bool(self.timeout) and time.monotonic() - left.since >= self.timeout
         except (DataplaneError, OSError) as error:
             log.warning("flows of mode %s, which drains, cannot be counted: %s", name, error)

@@ -297,9 +297,11 @@ class _SyncLog:
         self.table = table
 
     def add(self, result: SyncResult, seconds: float) -> None:
-        """Count one sync; if it changed nothing, it counts as none."""
+        """Count one sync; if it changed nothing, it counts as none, and what differs in the table is not logged."""
         if result.changed or result.removed:
             self.syncs.append((result, seconds))
+        elif not self.syncs:
+            self.before.clear()
 
     def flush(self, rows: Iterable[ChangeRow] = ()) -> None:
         """Write what the log is to say of the last syncs, if it is time; `rows` are what the last one changed."""

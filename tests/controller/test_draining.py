@@ -126,6 +126,22 @@ def test_a_mode_without_flows_is_said_to_have_none(modes: Draining, left: Mode, 
     assert told[0] == ("Draining", "mode left drains: it has no flows")
 
 
+@pytest.mark.parametrize(("flows", "lines"), [({"TCP": 0}, 0), ({"TCP": 2}, 2)])
+def test_the_log_says_of_flows_alone_how_a_mode_drains(
+    modes: Draining, left: Mode, ended: list[str], told: list[tuple[str, str]], flows: dict[str, int], lines: int,
+    caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    caplog.set_level("INFO")
+    left.flows = flows
+    modes.start("left", TABLE)
+    until(lambda: told, "its begin is reported")
+    left.flows = {}
+    until(lambda: ended, "its end is found")
+    modes.end("left")
+    assert [record.getMessage() for record in caplog.records] == [note for _, note in told if lines]
+    assert len(told) == 2
+
+
 def test_ports_are_reserved_before_flows_are_counted(modes: Draining, left: Mode, told: list[tuple[str, str]]) -> None:
     left.open_flows = lambda table: {"TCP": left.reserved}  # type: ignore[method-assign]
     modes.start("left", TABLE)

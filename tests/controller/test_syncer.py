@@ -51,6 +51,7 @@ class Mode:
     def __init__(self) -> None:
         self.tables: list[ServiceTable] = []
         self.error: Exception | None = None
+        self.result = SyncResult(changed=1)
 
     def prewarm(self, ports: int, endpoints: int) -> None:
         pass
@@ -59,7 +60,7 @@ class Mode:
         if self.error is not None:
             raise self.error
         self.tables.append(table)
-        return SyncResult(changed=1)
+        return self.result
 
 
 class World:
@@ -277,6 +278,22 @@ def test_the_log_says_what_changed(world: World, caplog: pytest.LogCaptureFixtur
     assert [line[-1] for line in _logged(caplog) if len(line) > 1] == [
         "d/web-1 (ready: 10.1.0.1, 10.1.0.2)", "d/web-1 (removed: 10.1.0.3, 10.1.0.1; ready: 10.1.0.3 (2 x))"
     ]  # fmt: skip
+
+
+def test_the_log_names_the_services_that_changed_and_no_others(world: World, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "hybrid_proxy.controller.agent.syncer")
+    for number in (1, 2):
+        world.change(number)
+    world.sync(first=True)
+    world.mode.result = SyncResult()
+    slices = EndpointSlice("d", "web-1-a", "d/web-1", 4, PORTS, (Endpoint("10.1.0.1", ready=False),))
+    world.syncer.observe(Upserted(slices))
+    world.sync()
+    assert world.syncer.builder.table.changed == {"d/web-1"}, "nothing of it is programmed otherwise"
+    world.mode.result = SyncResult(changed=1)
+    world.change(3)
+    world.sync()
+    assert [(line[1], line[-1]) for line in _logged(caplog)] == [("1 Service", "d/web-3 (Service created)")]
 
 
 def _logged(caplog: pytest.LogCaptureFixture) -> list[tuple[str, ...]]:

@@ -58,7 +58,7 @@ class SocketPrograms:
             self.reason = str(error)
             return
         if self.cgroup is None:
-            log.info("serving the node's own sockets at cgroup %s", cgroup)
+            log.info("programs for the node's own sockets at cgroup %s", cgroup)
         self.cgroup, self.reason = cgroup, ""
 
     def _run(self, name: str, program: int, cgroup: Path) -> None:

@@ -28,7 +28,7 @@ from hybrid_proxy.dataplane.kernel.bpf import BpfError, Object, program_name, pr
 from hybrid_proxy.dataplane.kernel.links import Interface, interface_name, read_node
 from hybrid_proxy.dataplane.kernel.repairs import Pins
 from hybrid_proxy.dataplane.modes.ebpf.maps.pins import is_link_pin, links_in, remove_pins
-from hybrid_proxy.dataplane.reports import InterfaceHooks
+from hybrid_proxy.dataplane.reports import InterfaceHooks, several, some
 
 log = logging.getLogger(__name__)
 
@@ -86,11 +86,14 @@ class InterfacePrograms:
         self._attach([one for one in new if one.index in self.ports])  # its bridge has its programs now
         self.leave(self.attached.keys() - wanted.keys())
         self.attached |= {index: wanted[index] for index in self.attached}  # another MTU, perhaps
-        for interface in new:
-            if interface.index in self.attached:
-                kind = "TCX links" if interface.index in self._links else "filters"
-                role = "port" if interface.index in self.ports else self.kind
-                log.info("serving %s interface %s by %s", role, interface.name, kind)
+        placed: dict[tuple[str, str], list[str]] = {}
+        for one in new:
+            if one.index in self.attached:
+                role = "port" if one.index in self.ports else self.kind
+                placed.setdefault((role, "TCX links" if one.index in self._links else "filters"), []).append(one.name)
+        for (role, kind), names in placed.items():
+            # It may drain, and serve nothing new there.
+            log.info("programs at %s by %s: %s", several(len(names), f"{role} interface"), kind, some(names))
         self._remove_stale_pins(wanted)
         self._starts = False
 

@@ -96,7 +96,7 @@ class XdpPrograms:
         fresh = [index for index in wanted if index not in self.attached and self._attach(wanted[index])]
         self.attached = {index: i for index, i in wanted.items() if index in self.attached or index in fresh}
         for index in fresh:
-            log.info("serving %s by XDP in its driver", wanted[index].name)
+            log.info("programs at %s by XDP in its driver", wanted[index].name)
         for index, path in links_in(self.folder, "xdp_"):
             if index not in self.attached and is_link_pin(path):
                 self._link(index, "").remove()

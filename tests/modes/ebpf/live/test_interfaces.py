@@ -106,6 +106,16 @@ def _there(name: str) -> bool:
     return name in {known for _, known in socket.if_nameindex()}
 
 
+def test_the_log_counts_interfaces_in_a_line(options: Options, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "hybrid_proxy.dataplane.modes.ebpf.hooks.interfaces")
+    add(5)
+    with closing(Ebpf(options, lambda: None)) as agent:
+        agent.sync(TABLE)
+        (line,) = [each.getMessage() for each in caplog.records if "pod interface" in each.getMessage()]
+    assert "5 pod interfaces" in line
+    assert line.endswith("many0, many1, many2 and 2 more")
+
+
 def test_a_start_that_finds_many_interfaces_does_not_wait_for_links(options: Options) -> None:
     add(interfaces.MOST_LINKS + 1)
     with closing(Ebpf(options, lambda: None)) as agent:
