@@ -148,7 +148,7 @@ class Syncer:
         """Take in an event of the source, and the changes that it superseded."""
         self.observed += 1 + len(superseded)
         if isinstance(event, Problem) and event.message:
-            log.warning("refused: %s", event.text)
+            log.warning("%s", event.report)
         elif isinstance(event, SourceState):
             log.log(logging.INFO if event.healthy else logging.WARNING, "%s", event.message)
         changed = self.cluster.apply(event)

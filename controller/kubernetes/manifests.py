@@ -5,6 +5,7 @@ reported. So an editor's save, a rename over the file, a symbolic link swapped a
 deleted file are all one case. inotify reports changes; a slow comparison of file signatures finds what inotify
 cannot see (targets of links outside the folder, network file systems).
 
+An object that a second file defines stays with the first one, until that goes.
 What cannot be read keeps its last good version: an object that is refused, a file that does not parse, and
 the whole folder when it is gone. Such versions are written down for the next process. Deleting a file from the folder
 deletes its objects.
@@ -23,6 +24,7 @@ import os
 import threading
 import time
 from collections.abc import Collection, Iterable, Iterator, Mapping
+from operator import itemgetter
 from pathlib import Path
 from stat import S_ISDIR, S_ISREG
 from typing import Any, Final, NamedTuple
@@ -206,38 +208,39 @@ _TYPES: Final[Mapping[str, type[model.Object]]] = {
 }
 
 
-def _snapshot(files: Iterable[tuple[str, _File]], last: _Snapshot, names: Collection[_Name] | None = None) -> _Snapshot:
-    """Merges files, in their order: the first object of a name counts.
+def _snapshot(files: Iterable[tuple[str, _File]], last: _Snapshot, names: Mapping[_Name, tuple[str, ...]]) -> _Snapshot:
+    """Merges files: of objects of a name, the first in the file that had it first counts: another takes nothing over.
 
-    `last` has the last good version of an object that is refused. Objects that are not in `names` are left out, None:
-    none is.
+    `last` has the last good version of an object that is refused. `names` has these files of each name; objects that
+    are not in it are left out.
     """
     objects: dict[_Name, model.Object] = {}
     refused: set[_Name] = set()
     places: dict[_Name, str] = {}
     problems: dict[_Name, model.Problem] = {}
+    documents: list[tuple[bool, _Document]] = []
     foreign = 0
     for shown, file in files:
         foreign += file.content.foreign
         if file.error:
             kept = " Its last good objects stay." if file.content.documents else ""
             problems[_FILE, shown] = model.Problem(_FILE, shown, f"{_reason(shown, file)}.{kept}", shown)
-        for document in file.content.documents:
-            name = document.name
-            if names is not None and name not in names:
-                continue
-            if name in places:
-                message = f"defined twice: {places[name]} counts, {document.place} is ignored"
-                _add_problem(problems, name, message, document.place)
-                continue
-            places[name] = document.place
-            if isinstance(document.result, Refused):
-                refused.add(name)
-                _add_problem(problems, name, str(document.result), document.place)
-                if name in last.objects:
-                    objects[name] = last.objects[name]
-            elif not isinstance(document.result, model.Ignored):
-                objects[name] = document.result
+        those = (each for each in file.content.documents if each.name in names)
+        documents += [(names[each.name][:1] != (shown,), each) for each in those]
+    for _, document in sorted(documents, key=itemgetter(0)):
+        name = document.name
+        if name in places:
+            message = f"{document.place} defines {name[1]}, too: {places[name]} counts; remove one"
+            _add_problem(problems, name, message, document.place, in_use=name not in refused)
+            continue
+        places[name] = document.place
+        if isinstance(document.result, Refused):
+            refused.add(name)
+            _add_problem(problems, name, str(document.result), document.place)
+            if name in last.objects:
+                objects[name] = last.objects[name]
+        elif not isinstance(document.result, model.Ignored):
+            objects[name] = document.result
     return _Snapshot(objects, frozenset(refused), problems, foreign)
 
 
@@ -256,13 +259,15 @@ def _merged(last: _Snapshot, part: _Snapshot, touched: Collection[_Name], foreig
     return _Snapshot(objects, last.refused.difference(touched) | part.refused, problems, foreign)
 
 
-def _add_problem(problems: dict[_Name, model.Problem], name: _Name, message: str, place: str) -> None:
+def _add_problem(
+    problems: dict[_Name, model.Problem], name: _Name, message: str, place: str, *, in_use: bool = False
+) -> None:
     known = problems.get(name)
     if known is None:
-        problems[name] = model.Problem(*name, message, place)
+        problems[name] = model.Problem(*name, message, place, in_use)
     elif not known.message.endswith(_MORE):
         added = f"; {message}" if len(known.message) < _MAX_MESSAGE else _MORE
-        problems[name] = model.Problem(*name, known.message + added, known.where)
+        problems[name] = model.Problem(*name, known.message + added, known.where, known.in_use)
 
 
 def complete_events(snapshot: _Snapshot) -> list[model.Event]:
@@ -320,9 +325,10 @@ class Folder:
         self._proxy_name = proxy_name
         self.files = _restored(kept)
         self.unfinished: dict[str, float] = {}  # file -> when it was first seen changing
-        self.snapshot = _snapshot(self.files.items(), _NOTHING)
+        names = (each.name for file in self.files.values() for each in file.content.documents)
+        self.snapshot = _snapshot(self.files.items(), _NOTHING, dict.fromkeys(names, ()))
         self.touched: frozenset[_Name] = frozenset()
-        self._files_of: dict[_Name, tuple[str, ...]] = {}  # the files in which a name stands
+        self._files_of: dict[_Name, tuple[str, ...]] = {}  # the files in which a name stands, as they came
 
     def refresh(self, *, patient: bool, suspicious: bool = False, complete: Collection[str] = ()) -> _Snapshot:
         """Read what changed.
@@ -386,7 +392,7 @@ class Folder:
         names: set[_Name] = set()
         files: set[str] = set()
         foreign = self.snapshot.foreign
-        for shown in {**before, **self.files}:
+        for shown in {**self.files, **before}:
             old, new = before.get(shown, _NO_FILE), self.files.get(shown, _NO_FILE)
             if old.content is new.content and old.error == new.error:
                 continue
@@ -396,19 +402,21 @@ class Folder:
         self.touched = frozenset(names).union((_FILE, shown) for shown in files)
         if not files:
             return
-        for name in names:
-            files.update(self._files_of.get(name, ()))
-        part = _snapshot(((shown, file) for shown, file in self.files.items() if shown in files), self.snapshot, names)
+        owners = {name: self._files_of.get(name, ()) for name in names}
+        files.update(*owners.values())
+        part = _snapshot([each for each in self.files.items() if each[0] in files], self.snapshot, owners)
         self.snapshot = _merged(self.snapshot, part, self.touched, foreign)
 
     def _index(self, shown: str, old: _Content, new: _Content) -> Iterator[_Name]:
-        """Note which names stand in a file, and which no longer. Yields all of them."""
+        """Note which names stand in a file, which keeps its place among others, and which no longer. Yields them."""
         mentions, alone = self._files_of, (shown,)
-        for document in old.documents:
-            rest = tuple(other for other in mentions.pop(document.name, ()) if other != shown)
-            if rest:
-                mentions[document.name] = rest
-            yield document.name
+        still = {document.name for document in new.documents}
+        for name in (document.name for document in old.documents):
+            if name not in still:
+                rest = tuple(other for other in mentions.pop(name, ()) if other != shown)
+                if rest:
+                    mentions[name] = rest
+            yield name
         for document in new.documents:
             others = mentions.get(document.name, ())
             if shown not in others:
