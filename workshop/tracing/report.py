@@ -112,10 +112,12 @@ def _drops(answer: Row, on: Screen) -> Iterator[str]:
         yield from _table(on, ("counter", "reason", "count"), counts)
 
 
-def _why(row: Row) -> str:
-    """The kernel's reason, and what it means."""
+def _why(row: Row, *, served: bool = True) -> str:
+    """The kernel's reason, and what it means; a service that is not `served` has no backend."""
     reason = row["reason"]
-    known = "the pod's own rules" if reason == "NETFILTER_DROP" and row["where"] != "node" else WORDS.get(reason)
+    known = "routing refused it" if row["function"].startswith(("ip_error", "ip6_pkt_drop")) else WORDS.get(reason)
+    if reason == "NETFILTER_DROP" and not (served and row["where"] == "node"):
+        known = "hybrid-proxy's own rule: no endpoint" if row["where"] == "node" else "the pod's own rules"
     return f"{reason} ({known})" if known else reason
 
 
@@ -133,6 +135,7 @@ def _follow(answer: Row, on: Screen) -> Iterator[str]:
         yield "no such packet passed"
         return
     yield "{source} -> {destination}, {service}".format(**points[0])
+    to, served = points[0]["destination"], answer["served"]
     if points[0]["flags"] not in ("", "SYN"):
         yield "this connection was open before: no new one began"
     packet, ends, chosen, began, first = 0, "", "", [], list[Any]()
@@ -151,7 +154,7 @@ def _follow(answer: Row, on: Screen) -> Iterator[str]:
             yield f"  hybrid-proxy: {row['service']} -> {chosen}"
         now = f"{row['source']} -> {row['destination']}"
         where = " ".join(filter(None, at[1:]))
-        more = [_why(row), f"in {row['function']}"] if "reason" in row else []
+        more = [_why(row, served=served), f"in {row['function']}"] if "reason" in row else []
         since, step = _since(row["us"], 6, " us"), "+" + _since(row["step_us"], 1)
         text = f"  {since:>13} {step:>8}  {row['point']:<28} {where:<24}"
         more += [now] * (now != ends)
@@ -159,6 +162,9 @@ def _follow(answer: Row, on: Screen) -> Iterator[str]:
         fits = on.width is None or len(whole) <= on.width
         yield from (whole,) if fits else (text.rstrip(), *(f"{'':25}{part}" for part in more))
         ends = now
-    lost = {row["packet"]: _why(row) for row in points if "reason" in row and "no loss" not in _why(row)}
+    lost = {row["packet"]: _why(row, served=served) for row in points if "reason" in row and "no loss" not in _why(row)}
     why = f": {some(dict.fromkeys(lost.values()))}" if lost else ""
     yield f"{len(lost) or 'none'} of {several(packet, 'packet')} dropped{why}"
+    left = any((row["point"], row["where"], row["destination"]) == ("sent", "node", to) for row in points)
+    if left and served and not chosen and points[0]["service"] != to:  # it is no service's, but a target by address
+        yield f"not translated: this node sent it on to {to}"

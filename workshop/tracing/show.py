@@ -83,8 +83,9 @@ def show(view: View, args: argparse.Namespace) -> int:
     if view is not View.FOLLOW or answer["points"]:
         return 0
     asked_by = f" --from {args.source}" if args.source else ""
-    todo = f"`hybrid-proxy doctor{asked_by} --to {args.target}` tries it"
-    print(f"is the client on this node, and did it send while this measured? {todo}", file=sys.stderr)
+    to = next(iter(targets.places))
+    todo = f"there `curl -m 3 {place_text(to.address, to.port)}`, or `hybrid-proxy doctor{asked_by} --to {args.target}`"
+    print(f"is the client on this node? Then have it send meanwhile: {todo}", file=sys.stderr)
     return 1
 
 
@@ -172,7 +173,8 @@ def _answer(view: View, session: Session, targets: Targets, args: argparse.Names
             flow = rows.one_flow(rows.ours(session.events, home))[: args.limit]
             symbols = {at: symbol(at) for way in flow for event in way if (at := event.more & 0xFFFFFFFFFFFF)}
             backends = {place_text(place.address, place.port) for place in targets.backends}
-            return {"points": rows.flow_rows(flow, _places(home), targets.names, backends, _reasons(), symbols)}
+            points = rows.flow_rows(flow, _places(home), targets.names, backends, _reasons(), symbols)
+            return {"points": points, "served": bool(backends)}
 
 
 def _silent(session: Session, targets: Targets, args: argparse.Namespace) -> Counter[tuple[int, bytes, int, int]]:

@@ -15,7 +15,7 @@ TIMES = {"count": 11, "mean_ns": 31_800, "p50_ns": 28_700, "p99_ns": 73_800, "ma
 
 
 def answer(view: str, **rows: Any) -> dict[str, Any]:
-    return {"view": view, "mode": "nftables", "seconds": 1.0, "missing": {}, **rows}
+    return {"view": view, "mode": "nftables", "seconds": 1.0, "missing": {}, "served": True, **rows}
 
 
 def connected(service: str, *backends: str) -> dict[str, Any]:
@@ -129,6 +129,32 @@ def test_a_syn_that_came_again_is_marked_and_the_end_counts_what_was_dropped() -
     ]  # fmt: skip
     assert shown[-1] == "1 of 3 packets dropped: NETFILTER_DROP (a firewall's rule)"
     assert list(lines(answer("follow", points=[*sent, acked]), Screen()))[-1] == "none of 3 packets dropped"
+
+
+@pytest.mark.parametrize(
+    ("reason", "function", "where", "served", "said"),
+    [("NETFILTER_DROP", "nf_hook_slow", "node", True, "a firewall's rule"),
+     ("NETFILTER_DROP", "nf_hook_slow", "node", False, "hybrid-proxy's own rule: no endpoint"),
+     ("NETFILTER_DROP", "nf_hook_slow", "pod x", False, "the pod's own rules"),
+     ("IP_INNOROUTES", "ip_error", "node", True, "routing refused it")],
+)  # fmt: skip
+def test_whose_a_drop_is(reason: str, function: str, where: str, served: bool, said: str) -> None:
+    more = {"reason": reason, "function": function, "where": where}
+    points = [point(1, 1.0, "dropped", CLIENT, FRONTEND, **more)]
+    assert list(lines(answer("follow", points=points, served=served), Screen()))[-1].endswith(f"{reason} ({said})")
+
+
+@pytest.mark.parametrize(
+    ("where", "service", "backend", "said"),
+    [("node", "default/web:http", None, True), ("node", "default/web:http", BACKEND, False),
+     ("pod x", "default/web:http", None, False), ("node", FRONTEND, None, False)],
+)  # fmt: skip
+def test_what_leaves_the_node_for_the_address_of_a_service_was_not_translated(
+    where: str, service: str, backend: str | None, said: bool
+) -> None:
+    points = [point(1, 1.0, "sent", CLIENT, FRONTEND, where=where, backend=backend) | {"service": service}]
+    shown = list(lines(answer("follow", points=points), Screen()))
+    assert shown[-1].startswith("not translated: ") is said
 
 
 def test_what_comes_after_the_first_second_is_told_in_seconds() -> None:
