@@ -44,14 +44,15 @@ class Rule(msgspec.Struct, frozen=True):
     packets: int | None = None  # that it counted; None: it has no counter
     away: bool = False  # it redirects packets
     pod: tuple[str, ...] = ()  # addresses of the pod whose rule it is; none: the node's
+    enter: str = ""  # what begins a command in that pod
     handle: str = ""  # nft's number for it
     priority: int = DSTNAT  # of the first base chain that leads to it
 
     @property
     def delete(self) -> str:
-        """The command that removes it; empty: a policy, a legacy rule, or one of a pod."""
-        known = self.handle and not self.pod
-        return f"`nft delete rule {self.table} {self.chain} handle {self.handle}`" if known else ""
+        """The command that removes it; empty: a policy, or a legacy rule."""
+        command = f"`{self.enter}nft delete rule {self.table} {self.chain} handle {self.handle}`"
+        return command if self.handle else ""
 
     @property
     def late(self) -> bool:

@@ -1966,6 +1966,24 @@ def test_a_pod_that_drops_what_comes_in_is_blamed_and_no_other_problem(clinic: C
     assert "other problem" not in found.verdict
 
 
+@only_in("ebpf", "nftables", "iptables")
+@pytest.mark.parametrize("everywhere", [False, True], ids=["in-backends", "in-the-client-too"])
+def test_rules_about_a_client_are_named_in_the_pods_that_drop(clinic: Clinic, everywhere: bool) -> None:
+    client, *others = PODS
+    source = clinic.lab[client].address4
+    rules = f"""table inet pod {{ chain input {{ type filter hook input priority 0 ;
+        ip saddr {source} tcp dport 8080 drop ; }} ; }}"""
+    with ExitStack() as those:
+        for pod in (*others, *[client] * everywhere):
+            those.enter_context(clinic.rules(pod, rules))
+        found = clinic.doctor("--from", source, "--to", "10.96.0.10:80")[1]
+    named = [each for each in found.findings if each.mark == "problem" and each.subject == "firewall"]
+    assert len(named) == len(others), found
+    for pod in others:
+        (one,) = (each for each in named if f"firewall of pod {clinic.lab[pod].address4} " in each.text)
+        assert "nsenter --net=" in one.todo, found
+
+
 def test_a_rule_that_rejects_where_a_process_listens_is_named_uncounted(clinic: Clinic) -> None:
     with clinic.rules("pod1", DEAF.replace("drop", "ct state new reject with tcp reset")):
         found = clinic.doctor(NAME)[1]

@@ -1229,6 +1229,21 @@ def test_what_is_refused_of_a_service_is_told_beside_all_that_is_well(kind: str,
     assert of_the_node.mark == "problem"
 
 
+@pytest.mark.parametrize("everywhere", [False, True], ids=["in backends", "in the client, too"])
+def test_rules_about_a_client_in_several_backends_are_named_in_each(everywhere: bool) -> None:
+    """A rule in the client's own pod that is about what this pod sends cannot drop what comes in."""
+    pods = ("10.0.0.1", "10.0.0.2", *["10.0.0.9"] * everywhere)
+    text = "ip saddr 10.0.0.9 tcp dport 8080 drop"
+    rules = [msgspec.structs.replace(rule("input", text), pod=(pod,), enter=f"enter {pod} ") for pod in pods]
+    _, _, findings = service(facts(*LOST, by("10.0.0.8", *tried(A), *tried(B)), rules=tuple(rules)))
+    named = [each for each in findings if each.mark == "problem"]
+    assert [(each.cause, each.certain) for each in named] == [("firewall", False)] * 2
+    for pod, found in zip(pods, named, strict=False):
+        assert f"the firewall of pod {pod} " in found.text
+        assert f"does not reach {pod}:8080;" in found.text
+        assert f"`enter {pod} nft -a list chain inet fw c`" in found.todo
+
+
 @pytest.mark.parametrize(
     ("rule", "named", "todo"),
     [
@@ -1479,6 +1494,25 @@ def test_a_rule_that_takes_packets_of_a_client_elsewhere_is_named(rule: Rule, se
     assert all("`hybrid-proxy trace --from 192.168.77.1 --to 192.168.77.2:30080`" in each.todo for each in named)
 
 
+def test_what_a_rule_probably_blocks_is_not_well_and_what_it_does_not_is_not_named() -> None:
+    """Nothing can be tried from that client; of a Service another address may be open."""
+    fronts = (*OUTER.frontends, Frontend(Kind.LOAD_BALANCER, "198.51.100.7", 80, 0, 0))
+    outer = facts(
+        *GOOD, ports=(msgspec.structs.replace(OUTER, frontends=fronts),), stranger_at="eth0",
+        rules=(rule("prerouting", 'iifname "eth0" tcp dport 30080 drop'),),
+        table=table_answer(node_ports_at=["192.168.77.2"]),
+    )  # fmt: skip
+    node = msgspec.structs.replace(WELL, programmed={"nftables": 1})
+    (found,) = (each for each in service(outer, node)[2] if each.cause == "firewall")
+    assert (found.mark, "192.168.77.2:30080" in found.text, "198.51.100.7" in found.text) == ("warning", True, False)
+    for address, number, well in (("198.51.100.7", 80, True), ("192.168.77.2", 30080, False)):
+        end = f"{address}:{number}"
+        packet = Packet(end, "203.0.113.7", address, number, "tcp")
+        asked = msgspec.structs.replace(outer, packet=packet, asked=f"x -> {end}", stranger="203.0.113.7")
+        said = diagnose(asked.asked, service(asked, node)[2], asked.tried)
+        assert (said.well, said.verdict.startswith(f"{end} is probably blocked: ")) == (well, not well)
+
+
 OUTER = TablePort(
     "shop/web:http", 4, "TCP",
     (*port().frontends, Frontend(Kind.NODE_PORT, None, 30080, 0, 0, Masquerade.ALWAYS)), port(A, B).backend_sets,
@@ -1540,6 +1574,7 @@ def test_a_rule_that_any_client_outside_meets_is_named_unasked(
     named = [each for each in service(asked, node)[2] if "clients outside" in each.text]
     assert [(each.mark, each.certain) for each in named] == [("warning", False)] * met
     assert all("on the way of clients outside to 192.168.77.2:30080 is `" in each.text for each in named)
+    assert all("accept these clients before" in each.todo for each in named)
     assert all("`nft delete rule inet fw c handle 7`" in each.todo for each in named)
     verdict = diagnose("shop/web", service(asked, node)[2], asked.tried).verdict
     assert verdict.startswith("shop/web is well: ") or not met

@@ -825,13 +825,12 @@ def _connections(facts: ServiceFacts, node: NodeFacts) -> Iterator[Finding]:
         yield Finding(mark, "client", text, todo, "client-pod" if each.place == "pod" else "node-faults", hits=1)
     at = (socket_text(*at) for port in facts.ports for at in places(port, facts.table.node_ports_at))
     to = facts.asked.partition(" -> ")[2] or next(at, facts.ports[0].name)
-    options = f"--from {facts.stranger} " * bool(facts.stranger) + f"--to {to}"
     if facts.stranger and facts.tried:
         text = f"none was tried from {facts.stranger}: neither this node nor a pod of it has this address"
-        todo = f"for a pod, ask on its node; `hybrid-proxy trace {options}` follows packets of this client"
+        todo = f"for a pod, ask on its node; `hybrid-proxy trace --from {facts.stranger} --to {to}` follows its packets"
         yield Finding("unknown", "connections", text, todo, "untried")
     if facts.tried and (facts.stranger or not (facts.packet or facts.verdicts or _failing(facts.tried))):
-        yield from _outside(facts, node, to, options)
+        yield from _outside(facts, node, to)
     if facts.no_pod and facts.tried:
         text = f"none was tried from a pod, so nothing is known of forwarding: {facts.no_pod}"
         todo = "run doctor as root on the node itself; a pod of the agent needs deploy's component debug for it"
@@ -863,6 +862,9 @@ def _connections(facts: ServiceFacts, node: NodeFacts) -> Iterator[Finding]:
         to_it = [each for each in direct if _host(each) == sick[0].source and each.place == "pod"]
         if to_it and all(each.outcome in (*LOST, *UNANSWERED) for each in to_it):
             pass  # it answers no pod either, which is a finding of its own
+        elif named := _of_each_host(facts, node, mine):  # in these pods
+            for rule, those in named:
+                yield _blamed(facts, [rule], those, f"pod {sick[0].source} does not reach {_targets(those)}")
         elif explaining := _explaining(facts, node, mine):
             yield _blamed(facts, explaining, mine, text)
         else:
@@ -886,11 +888,9 @@ def _connections(facts: ServiceFacts, node: NodeFacts) -> Iterator[Finding]:
         failed = [each for each in direct if each.outcome in outcomes and each.end not in ends]
         # Best is one rule for all; one for the pods and another for the node explain as much; else backends' pods' own.
         halves = [[each for each in failed if (each.place == "node") is own] for own in (False, True)]
-        hosts = [[each for each in failed if _host(each) == host] for host in dict.fromkeys(map(_host, failed))]
-        named: list[tuple[Rule, list[Tried]]] = []
-        for groups, least in ((hosts, 1), (halves, 2), ([failed], 1)):
+        named = _of_each_host(facts, node, failed)
+        for groups, least in ((halves, 2), ([failed], 1)):
             pairs = [(rule, those) for those in groups for rule in _explaining(facts, node, those)[:1]]
-            pairs = [pair for pair in pairs if pair[0].pod or groups is not hosts]
             named = pairs if len(dict(pairs)) >= least else named
         for rule, those in named:
             ends |= {each.end for each in those}
@@ -925,7 +925,7 @@ def places(port: TablePort, node_ports_at: Sequence[str]) -> list[tuple[str, int
     return [pair for pair in pairs if family_of(pair[0]) == port.family]
 
 
-def _outside(facts: ServiceFacts, node: NodeFacts, to: str, options: str) -> Iterator[Finding]:
+def _outside(facts: ServiceFacts, node: NodeFacts, to: str) -> Iterator[Finding]:
     """Rules that take packets of a client elsewhere, or the answers, by what they say; others may accept them before.
 
     Those to a service meet the first hooks, unless programs translate them before; those to a backend meet others,
@@ -933,7 +933,7 @@ def _outside(facts: ServiceFacts, node: NodeFacts, to: str, options: str) -> Ite
     """
     ebpf, before = _serving(node) == {"ebpf"}, BEFORE if _relays(node) else BEFORE - {"input"}
     own = [rule for rule in facts.rules if not (rule.away or rule.pod) and (facts.stranger or _END.search(rule.text))]
-    met, past = dict[Rule, None](), dict[Rule, None]()
+    met, past = dict[Rule, str](), dict[Rule, str]()  # and where to
     for port in facts.ports:
         inner = not facts.stranger or any(each.kind is not Kind.CLUSTER_IP for each in port.frontends)
         outer = [each for each in port.frontends if not inner or each.kind is not Kind.CLUSTER_IP]
@@ -949,14 +949,18 @@ def _outside(facts: ServiceFacts, node: NodeFacts, to: str, options: str) -> Ite
             there = [rule for rule in own if hooks & {*rule.hooks} and not (rule.late and hooks is before)]
             for end in ends:
                 one = Tried("node", facts.stranger, "backend", socket_text(*end), port.protocol, "failed")
-                found |= {rule: None for rule in there if _is_about(rule, one, facts)}
-    who = facts.stranger or f"clients outside to {to}"
+                at = _end(one) if hooks is before and not facts.packet else to
+                found |= {rule: found.get(rule, at) for rule in there if _is_about(rule, one, facts)}
+    who = facts.stranger or f"clients outside to {some([*dict.fromkeys(met.values())])}"
     if rules := sorted(met, key=lambda rule: _idle(rule, facts)):
         now = -_idle(rules[0], facts)[0]
         text = f"on the way of {who} {_verb(rules, 'is', 'are')} {some(list(map(str, rules)), '; ')}"
         text += f"; the first counted {several(now, 'packet')} just now" * (now > 0)
-        todo = f"{_accept(rules[0])}; `hybrid-proxy trace {options}` shows what gets past it"
-        yield Finding("warning", "firewall", text, todo, "firewall", certain=False)
+        mark: Mark = "problem" if facts.packet else "warning"  # of a Service, another address may be open
+        text = f"{to} is probably blocked: " * bool(facts.packet) + text
+        options = f"--from {facts.stranger} " * bool(facts.stranger) + f"--to {met[rules[0]]}"
+        todo = f"{_accept(rules[0], 'these clients')}; `hybrid-proxy trace {options}` shows what gets past it"
+        yield Finding(mark, "firewall", text, todo, "firewall", certain=False)
     if facts.stranger and (spared := [str(rule) for rule in past if rule not in met]):
         text = f"not on the way of {who}: mode ebpf sends these packets on past FORWARD: {some(spared, '; ')}"
         yield Finding("ok", "firewall", text)
@@ -1064,6 +1068,13 @@ def _explaining(facts: ServiceFacts, node: NodeFacts, failed: Sequence[Tried]) -
     return counted or [rule for rule in read if rule not in met]
 
 
+def _of_each_host(facts: ServiceFacts, node: NodeFacts, failed: Sequence[Tried]) -> list[tuple[Rule, list[Tried]]]:
+    """Rules in pods that explain why connections to one host failed, with these."""
+    hosts = [[each for each in failed if _host(each) == host] for host in dict.fromkeys(map(_host, failed))]
+    pairs = [(rule, those) for those in hosts for rule in _explaining(facts, node, those)[:1]]
+    return [pair for pair in pairs if pair[0].pod]
+
+
 def _without_counter(facts: ServiceFacts, node: NodeFacts, failed: Sequence[Tried]) -> list[Rule]:
     return [rule for rule in _rules_at(facts, node, failed, facts.rules) if rule.packets is None]
 
@@ -1078,6 +1089,8 @@ def _is_about(rule: Rule, each: Tried, facts: ServiceFacts) -> bool:
     if each.source == facts.stranger:
         packets[0] |= {"state": "new", "iif": facts.stranger_at, "iifname": facts.stranger_at}
         packets[1] |= {"oif": facts.stranger_at, "oifname": facts.stranger_at}
+    own = {"daddr" if hook in BEFORE else "saddr" for hook in rule.hooks}  # a pod's is that of what enters, or leaves
+    packets = [one for one in packets if not rule.pod or any(one[name] in rule.pod for name in own)]
     other = "ip " if each.target.startswith("[") else "ip6 "  # family, whose packets these rules do not meet
     return not rule.table.startswith(other) and any(takes(rule.text, packet, surely=surely) for packet in packets)
 
@@ -1329,13 +1342,11 @@ def _does(rule: Rule) -> str:
     return "redirects" if rule.away else "rejects" if "reject" in rule.text.lower() else "drops"
 
 
-def _accept(rule: Rule) -> str:
+def _accept(rule: Rule, clients: str = "the pods' traffic") -> str:
     if rule.away:
         return no_nat(rule)
     own = {"input", "output"}.issuperset(rule.hooks)  # packets of pods do not pass there
-    whose = (
-        "this pod's connections" if rule.pod else "this node's own connections to pods" if own else "the pods' traffic"
-    )
+    whose = "this pod's connections" if rule.pod else "this node's own connections to pods" if own else clients
     if rule.text.lower() != "policy drop":
         return f"accept {whose} before this rule" + f", or {rule.delete} removes it" * bool(rule.delete)
     iptables = rule.chain == "FORWARD" and rule.table.startswith("ip")
@@ -1346,8 +1357,9 @@ def _accept(rule: Rule) -> str:
 def _count_it(rule: Rule) -> str:
     """How to have it count, in nft's words."""
     if rule.text == "policy drop":
-        return f"`nft add rule {rule.table} {rule.chain} counter` counts what the policy gets"
-    return f"replace it by one with `counter` before the verdict (`nft -a list chain {rule.table} {rule.chain}`)"
+        return f"`{rule.enter}nft add rule {rule.table} {rule.chain} counter` counts what the policy gets"
+    lists = f"`{rule.enter}nft -a list chain {rule.table} {rule.chain}`"
+    return f"replace it by one with `counter` before the verdict ({lists})"
 
 
 def _verb(items: Sequence[object], one: str, several: str) -> str:

@@ -203,7 +203,8 @@ def rules_here(pods: Iterable[Pod] = (), client: str = "") -> tuple[tuple[Rule, 
     rules, unknown = read_rules(client=client)
     for pod in pods:
         with contextlib.suppress(OSError), namespaces.inside(pod.path):
-            rules += tuple(msgspec.structs.replace(rule, pod=pod.addresses) for rule in read_rules()[0])
+            own, enter = read_rules()[0], f"nsenter --net={pod.path} "
+            rules += tuple(msgspec.structs.replace(rule, pod=pod.addresses, enter=enter) for rule in own)
     return rules, unknown
 
 
