@@ -11,15 +11,17 @@
 #
 # takeover and cleanup begin on all nodes at once, because each may wait long for open flows, and the others on AT_ONCE (10).
 # install begins on no more nodes after it has failed on one. It takes the wheel and requirements.txt from the folder RELEASE
-# (.), and NODE.conf from the folder KUBECONFIGS (.); a node keeps the configuration that it has, and, without NODE.conf, its
-# kubeconfig. Where RELEASE has a folder `wheels`, all Python packages come from there, and no package index is asked.
+# (.), NODE.conf from the folder KUBECONFIGS (.), and the configuration CONFIG (deploy/base/config.conf). A node keeps the
+# configuration that it has, and says so where that is another; without NODE.conf it keeps its kubeconfig. Where RELEASE has
+# a folder `wheels`, all Python packages come from there, and no package index is asked.
 # remove leaves what the agent programmed, which serves on until the next boot; with CLEANUP=yes it removes that first.
 # Exit code 1: it failed on a node, or no Ready node has the label. LONGEST is how many seconds it waits for a proxy, DRAIN
 # how many for open flows (default of cleanup: until the last one is over; of remove: 3, or 0 where no other proxy is),
 # METRICS another address of kube-proxy's metrics.
 set -eu
 : "${LOGIN:=root}" "${LONGEST:=600}" "${DRAIN:=}" "${METRICS:=http://127.0.0.1:10249/metrics}"
-: "${AT_ONCE:=10}" "${RELEASE:=.}" "${KUBECONFIGS:=.}" "${CLEANUP:=no}"
+here=$(dirname "$0")
+: "${AT_ONCE:=10}" "${RELEASE:=.}" "${KUBECONFIGS:=.}" "${CONFIG:=$here/../base/config.conf}" "${CLEANUP:=no}"
 new=/opt/hybrid-proxy/new
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
@@ -65,6 +67,7 @@ install_all() {
     done
     [ -e /etc/hybrid-proxy/kubeconfig.conf ] || { echo "neither a kubeconfig, nor NODE.conf for it"; return 1; }
     [ -e /etc/hybrid-proxy/config.conf ] || install -m 600 config.conf /etc/hybrid-proxy/
+    cmp -s config.conf /etc/hybrid-proxy/config.conf || echo "keeps its own /etc/hybrid-proxy/config.conf"
     install -D -m 644 -t /etc/systemd/system hybrid-proxy.service
     systemctl daemon-reload
     if systemctl is-active -q hybrid-proxy; then systemctl restart hybrid-proxy && serving; else echo installed; fi
@@ -119,9 +122,10 @@ step=$1 code=0
 case "$step" in
     takeover | cleanup) AT_ONCE=0 ;;
     install)
-        step=install_all code=255 here=$(dirname "$0")
+        step=install_all code=255
         mkdir "$folder/files"
-        cp "$RELEASE"/hybrid_proxy-*.whl "$RELEASE/requirements.txt" "$here/hybrid-proxy.service" "$here/../base/config.conf" "$folder/files"
+        cp "$RELEASE"/hybrid_proxy-*.whl "$RELEASE/requirements.txt" "$here/hybrid-proxy.service" "$folder/files"
+        cp "$CONFIG" "$folder/files/config.conf"
         [ ! -d "$RELEASE/wheels" ] || cp -r "$RELEASE/wheels" "$folder/files"
         ;;
 esac

@@ -166,6 +166,14 @@ def test_a_rollback_reads_metrics_where_kube_proxy_has_them() -> None:
     assert asked == [[{"name": "METRICS", "value": value}] for value in ("127.0.0.1:10249", "10.0.0.1:1234")]
 
 
+@pytest.mark.parametrize("phase", ["rollback", "cleanup-drain"])
+@pytest.mark.parametrize(("value", "waits"), [("null", "--drain"), ("600", "--drain=600"), ("0", "--drain=0")])
+def test_how_long_a_phase_waits_for_open_flows(phase: str, value: str, waits: str) -> None:
+    containers = rendered("--set", f"phase={phase},drain={value}")[0]["spec"]["template"]["spec"]["initContainers"]
+    (cleanup,) = (each for each in containers if each["name"] == "cleanup")
+    assert cleanup["args"] == ["cleanup", "--log-format=json", waits]
+
+
 @pytest.mark.parametrize("phase", PHASES)
 def test_the_notes_of_a_phase_name_its_objects(phase: str) -> None:
     release = f"hybrid-proxy-{phase}"
@@ -252,6 +260,7 @@ def test_the_notes_of_a_phase_name_its_objects(phase: str) -> None:
     ("apiServer=,kubeProxyConfigMap=kube-proxy,extraArgs={--proxy-mode=ipvs}", "extraArgs: --proxy-mode=ipvs: "),
     ("phase=rollback", "phase: in release hybrid-proxy it would remove the agents: give it one of its own"),
     ("kubeProxyMetrics=127.0.0.1",                  "at '/kubeProxyMetrics': '127.0.0.1' does not match"),
+    ("drain=10m",                                   "at '/drain': got string, want null or integer"),
     ("kubeProxyHealthz=127.0.0.1",                  "at '/kubeProxyHealthz': '127.0.0.1' does not match"),
     ("phase=takover",                               "at '/phase': value must be one of"),
     ("prometheusRule.enabled=true,prometheusRule.disabled.Drops=true", "prometheusRule: no alert Drops: choose of"),

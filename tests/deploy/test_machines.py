@@ -137,10 +137,11 @@ def test_one_command_installs_and_upgrades_many_nodes(tmp_path: Path) -> None:
         variables = {"AT_ONCE": "1"}
         said = node.run(f"{install} && exit 1; true", **variables)
         assert said.count("neither a kubeconfig") == 1, "it goes on after a failure"
-        node.run("for n in 1 2 3; do echo kubeconfig $n >node-$n.conf; done; rm /etc/log")
-        assert re.findall("^(.*): installed$", node.run(install, **variables), re.MULTILINE) == sorted(
-            cluster.objects["nodes"]
-        )
+        node.run("for n in 1 2 3; do echo kubeconfig $n >node-$n.conf; done; rm /etc/log; echo clusterCIDR >site.conf")
+        said = node.run(install, CONFIG="site.conf", **variables)
+        assert re.findall("^(.*): installed$", said, re.MULTILINE) == sorted(cluster.objects["nodes"])
+        assert "keeps its own" not in said
+        assert node.run("cat /etc/hybrid-proxy/config.conf") == "clusterCIDR\n"
         assert node.run("stat -c '%a %n' /etc/hybrid-proxy/*; cat /etc/hybrid-proxy/kubeconfig.conf").split("\n") == [
             "600 /etc/hybrid-proxy/config.conf", "600 /etc/hybrid-proxy/kubeconfig.conf", "kubeconfig 3", "",
         ]  # fmt: skip
@@ -152,7 +153,8 @@ def test_one_command_installs_and_upgrades_many_nodes(tmp_path: Path) -> None:
         assert node.run(same) == "OK: status\n"
         # An upgrade.
         node.run("rm node-* /etc/log; touch /etc/runs; echo own >/etc/hybrid-proxy/config.conf")
-        assert node.run(install, **variables).count(": OK: status\n") == 3
+        said = node.run(install, **variables)
+        assert (said.count(": OK: status\n"), said.count(": keeps its own /etc/hybrid-proxy/config.conf\n")) == (3, 3)
         assert node.run("cat /etc/hybrid-proxy/*.conf").splitlines() == ["own", "kubeconfig 3"]
         assert node.run("cat /etc/log").count("daemon-reload\nis-active -q hybrid-proxy\nrestart hybrid-proxy\n") == 3
         node.run(f"sed -i s/127.0.0.2/127.0.0.9/ /etc/hosts; : >{SSHD_LOG}")  # where nobody listens

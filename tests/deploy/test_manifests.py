@@ -138,7 +138,7 @@ def test_overlays_of_ones_own_are_outside_of_the_tree(tmp_path: Path) -> None:
     """The page's own block and example, next to a tree that has other files than before."""
     page = (DEPLOY / "README.md").read_text()
     (block,) = re.findall(r"^```sh site\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
-    example, moved, probed = re.findall(r"^```yaml\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
+    example, moved, bounded, probed = re.findall(r"^```yaml\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
     shutil.copytree(DEPLOY, tmp_path / "hybrid-proxy/deploy")
     script = ("sh", "deploy/site.sh")
     nothing = subprocess.run(script, cwd=tmp_path / "hybrid-proxy", capture_output=True, text=True, check=False)
@@ -151,11 +151,15 @@ def test_overlays_of_ones_own_are_outside_of_the_tree(tmp_path: Path) -> None:
             assert kustomized(folder) == text(f"overlays/{folder.name}").replace(
                 f" {tag}\n", f" registry.example/{tag}\n"
             )
-    with (tmp_path / "site/rollback/kustomization.yaml").open("a") as file:
-        file.write(moved)
+    rolled = tmp_path / "site/rollback/kustomization.yaml"
+    (before,) = yaml.safe_load_all(kustomized(rolled.parent))
+    with rolled.open("a") as file:
+        file.write(moved + bounded.removeprefix("patches:\n"))
     (rollback,) = yaml.safe_load_all(kustomized(tmp_path / "site/rollback"))
     first = rollback["spec"]["template"]["spec"]["initContainers"][0]
     assert (first["name"], first["env"][0]["value"]) == ("kube-proxy-serves", "127.0.0.1:9249")
+    (cleanup, usual) = (each["spec"]["template"]["spec"]["initContainers"][1] for each in (rollback, before))
+    assert cleanup == usual | {"args": ["cleanup", "--log-format=json", "--drain", "600"]}
     overlay = tmp_path / "site/kubeadm/kustomization.yaml"
     usual = overlay.read_text()
     overlay.write_text(f"{usual}{probed}")

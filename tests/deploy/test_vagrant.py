@@ -110,6 +110,8 @@ def test_what_a_machine_lacks_is_named(
     lacks = [line.removeprefix("✗ ") for line in done.stdout.splitlines() if not line.startswith(("✓ ", "! "))]
     warned = "! three machines may grow to 60 GiB" in done.stdout
     assert warned == (tool == "df" or "DISKS" in environment)
+    libvirt = tool != "VBoxManage" or "VAGRANT_DEFAULT_PROVIDER" in environment
+    assert ("! KVM opens" in done.stdout, "✓ KVM" in done.stdout) == (libvirt and "KVM" not in environment, False)
     assert ("! KVM is loaded" in done.stdout) == (tool == "VBoxManage" and "MODULES" not in environment)
     if tool == "VBoxManage":  # a virtual machine without nested virtualisation has no such processor
         lacks = [line for line in lacks if not line.startswith("a processor")]

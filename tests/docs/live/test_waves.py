@@ -20,6 +20,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from hybrid_proxy.controller.settings import configfile
 from hybrid_proxy.workshop.lab.apiserver import parse_selector
 from hybrid_proxy.workshop.lab.network import Lab
 from hybrid_proxy.workshop.lab.traffic import ask_tcp
@@ -226,6 +227,36 @@ def test_the_way_back_is_kept_outside_of_the_tree(tmp_path: Path) -> None:
     ]
     assert [each["kind"] for each in saved] == ["DaemonSet", "ConfigMap"]
     assert saved[0]["spec"] == walk.cluster.objects["daemonsets"]["kube-proxy"]["spec"]
+
+
+def test_services_of_systemd_have_kube_proxys_settings(tmp_path: Path) -> None:
+    """As kubeadm writes them, and as the page's own command turns them."""
+    walk = Walk(tmp_path)
+    config = """apiVersion: kubeproxy.config.k8s.io/v1alpha1
+bindAddress: 0.0.0.0
+clientConnection:
+  acceptContentTypes: ""
+  burst: 0
+  contentType: ""
+  kubeconfig: /var/lib/kube-proxy/kubeconfig.conf
+  qps: 0
+clusterCIDR: 10.244.0.0/16
+conntrack: {maxPerCore: 1000}
+kind: KubeProxyConfiguration
+mode: nftables
+nodePortAddresses: [10.0.0.0/8]
+"""
+    walk.cluster.put("configmaps", yaml.safe_load(CONFIG_MAP) | {"data": {"config.conf": config}})
+    for line in typed("services config"):
+        walk.shell(line)
+    unit = (ROOT / "deploy/systemd/hybrid-proxy.service").read_text()
+    assert re.findall(r"^ExecStart=.* --config (.*)/config\.conf$", unit, re.MULTILINE) == ["/etc/hybrid-proxy"]
+    file = tmp_path / "site/config.conf"
+    expected = yaml.safe_load(config)
+    expected["clientConnection"]["kubeconfig"] = "/etc/hybrid-proxy/kubeconfig.conf"
+    assert yaml.safe_load(file.read_text()) == expected
+    loaded = configfile.load(file, {}).config.kube_proxy
+    assert (loaded.cluster_cidr, loaded.node_port_addresses) == (("10.244.0.0/16",), ("10.0.0.0/8",))
 
 
 def exported(ill: str, minute: int) -> str:
