@@ -31,7 +31,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, Final
 
-from hybrid_proxy.controller.settings.config import MODES
+from hybrid_proxy.controller.settings.documents import MODES
 from hybrid_proxy.workshop.lab import namespace
 from hybrid_proxy.workshop.lab.network import Lab, Place
 

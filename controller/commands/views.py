@@ -15,15 +15,8 @@ from hybrid_proxy.controller.commands.names import Asked, NotServed, UnknownName
 from hybrid_proxy.controller.errors import ControllerError
 from hybrid_proxy.controller.semantics.history import ChangeRow, folded, last_known
 from hybrid_proxy.controller.semantics.lacks import Lack
+from hybrid_proxy.controller.serving import admin
 from hybrid_proxy.controller.serving import protocol as p
-from hybrid_proxy.controller.serving.admin import (
-    FIRST_SECONDS,
-    BusyError,
-    NoAgentError,
-    StartingError,
-    UnansweredError,
-    ask,
-)
 from hybrid_proxy.controller.serving.memory import Memory, changes_path, how_it_ended, memory_path, read_changes, recall
 from hybrid_proxy.controller.settings.config import available_modes
 from hybrid_proxy.dataplane.errors import DataplaneError, Unsupported
@@ -145,7 +138,7 @@ class Agent(NamedTuple):
         Raises:
             ControllerError: the agent refused to answer.
         """
-        if isinstance(self.error, UnansweredError):
+        if isinstance(self.error, admin.UnansweredError):
             return without_agent(self.admin_socket, self.pin_root, self.error)
         if self.status is None:
             raise self.error or ControllerError("the agent has no status")
@@ -167,17 +160,17 @@ class Agent(NamedTuple):
         Raises:
             ControllerError, DataplaneError: they cannot be read.
         """
-        if isinstance(self.error, UnansweredError):
+        if isinstance(self.error, admin.UnansweredError):
             return remembered_events(self.admin_socket, self.error)[1]
         if self.error is not None:
             raise self.error
-        return ask(self.admin_socket, p.GetEvents(0), p.EventsAnswer).events
+        return admin.ask(self.admin_socket, p.GetEvents(0), p.EventsAnswer).events
 
 
 def agent_at(admin_socket: str, pin_root: str | None) -> Agent:
     """Ask the agent for its status, to which the repairs of the last hour are added; never raises."""
     try:
-        status = ask(admin_socket, p.GetStatus(), p.StatusAnswer, FIRST_SECONDS).status
+        status = admin.ask(admin_socket, p.GetStatus(), p.StatusAnswer, admin.FIRST_SECONDS).status
     except ControllerError as error:
         return Agent(admin_socket, pin_root, None, error)
     repairs = [row for row in last_changes(admin_socket, time.time()) if row.kind == "repair"]
@@ -226,8 +219,8 @@ def programmed(
         DataplaneError: it cannot be read.
     """
     try:
-        agent = ask(admin_socket, p.GetNames(endpoints), p.NamesAnswer, FIRST_SECONDS)
-    except UnansweredError as error:
+        agent = admin.ask(admin_socket, p.GetNames(endpoints), p.NamesAnswer, admin.FIRST_SECONDS)
+    except admin.UnansweredError as error:
         here = as_left(admin_socket, pin_root, error)
     else:
         modes = [agent.mode, *(agent.draining if draining else ())]
@@ -245,16 +238,16 @@ def why_unknown(admin_socket: str, unknown: UnknownName) -> ControllerError:
     name = unknown.name
     if unknown.what == "port":
         with contextlib.suppress(ControllerError):
-            return ControllerError(f"{unknown}{ask(admin_socket, p.GetTable(name, []), p.TableAnswer).hint}")
+            return ControllerError(f"{unknown}{admin.ask(admin_socket, p.GetTable(name, []), p.TableAnswer).hint}")
     if unknown.what != "service" or ("/" not in name and unknown.suggestions):
         return unknown
     try:
-        status = ask(admin_socket, p.GetStatus(), p.StatusAnswer).status
+        status = admin.ask(admin_socket, p.GetStatus(), p.StatusAnswer).status
         if status.starting:
             return ControllerError(f"{unknown}, in what the agent before this one left; {status.starting}")
         reasons = {one.entry: one.reason for one in status.dataplane.unprogrammed if belongs(one.entry, name)}
         reasons |= {loser: "; ".join(lost) for loser, lost in status.conflicts.items() if belongs(name, loser)}
-        reasons = reasons or ask(admin_socket, p.FindIgnored(name.partition(":")[0]), p.IgnoredAnswer).services
+        reasons = reasons or admin.ask(admin_socket, p.FindIgnored(name.partition(":")[0]), p.IgnoredAnswer).services
     except ControllerError:
         reasons = {}
     was = remembered(admin_socket, name.partition(":")[0])
@@ -299,7 +292,7 @@ def left_here(pin_root: str | None, memory: Memory | None = None) -> Iterator[tu
     return views_of(available_modes(), pin_root, names, passed_over=(Unsupported,))
 
 
-def without_agent(admin_socket: str, pin_root: str | None, error: UnansweredError) -> p.NoAgentStatus:
+def without_agent(admin_socket: str, pin_root: str | None, error: admin.UnansweredError) -> p.NoAgentStatus:
     """Collect what is known while no agent answers: what is programmed, and what the last agent wrote down."""
     path = memory_path(admin_socket)
     memory = recall(path)
@@ -307,14 +300,14 @@ def without_agent(admin_socket: str, pin_root: str | None, error: UnansweredErro
     for name, view in left_here(pin_root, memory):
         with contextlib.closing(view):
             left[name] = p.LeftBehind(view.place, len(view.services()))
-    starting = error.part if isinstance(error, StartingError) else ""
+    starting = error.part if isinstance(error, admin.StartingError) else ""
     found = p.NoAgentStatus(reason=str(error), programmed=left, starting=starting)
     if memory is None:
         return found
     return msgspec.structs.replace(
         found,
-        reason=unanswered(admin_socket, memory, error) if isinstance(error, BusyError) else found.reason,
-        gone=how_it_ended(path, memory) if isinstance(error, NoAgentError) else None,
+        reason=unanswered(admin_socket, memory, error) if isinstance(error, admin.BusyError) else found.reason,
+        gone=how_it_ended(path, memory) if isinstance(error, admin.NoAgentError) else None,
         error=memory.error,
         unprogrammed=memory.unprogrammed,
         problems=memory.problems,
@@ -329,7 +322,7 @@ def last_changes(admin_socket: str, now: float) -> list[ChangeRow]:
     return []
 
 
-def remembered_events(admin_socket: str, error: UnansweredError) -> tuple[list[str], list[PacketEvent], str]:
+def remembered_events(admin_socket: str, error: admin.UnansweredError) -> tuple[list[str], list[PacketEvent], str]:
     """Names of service ports, packet events until the agent was gone and since then, and a note about that."""
     memory = recall(memory_path(admin_socket))
     events = list(memory.events) if memory else []
@@ -342,11 +335,11 @@ def remembered_events(admin_socket: str, error: UnansweredError) -> tuple[list[s
     return sorted(names), events, unanswered(admin_socket, memory, error)
 
 
-def explained(admin_socket: str, error: UnansweredError, asked: str = "") -> str:
+def explained(admin_socket: str, error: admin.UnansweredError, asked: str = "") -> str:
     """Tell people who need an agent why none answers, since when, and what to do. `asked` is what doctor can try."""
-    if isinstance(error, StartingError):
+    if isinstance(error, admin.StartingError):
         return f"{error}; try again when `hybrid-proxy status` says that it serves"
-    if isinstance(error, BusyError):
+    if isinstance(error, admin.BusyError):
         return f"{error}; read its log, or restart it (`hybrid-proxy doctor`)"
     memory = recall(memory_path(admin_socket))
     if memory is None:
@@ -364,9 +357,9 @@ def _as_of(admin_socket: str) -> str:
 
 def unanswered(admin_socket: str, memory: Memory | None, error: ControllerError) -> str:
     """Tell people why no agent answers, and how old what is known of it is."""
-    if isinstance(error, StartingError):
+    if isinstance(error, admin.StartingError):
         return f"{error}; this is what the agent before it left"
-    if not isinstance(error, NoAgentError):
+    if not isinstance(error, admin.NoAgentError):
         return f"{error}; this is what is in the kernel{_as_of(admin_socket)}"
     if memory is None:
         return f"{error}, and nothing is known of one that was here: names may be missing"

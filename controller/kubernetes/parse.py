@@ -26,17 +26,7 @@ from msgspec import UNSET, Struct
 from msgspec import field as json_field
 
 from hybrid_proxy.controller.errors import MOST, Refused
-from hybrid_proxy.controller.kubernetes.model import (
-    Endpoint,
-    EndpointPort,
-    EndpointSlice,
-    Ignored,
-    Node,
-    Object,
-    Service,
-    ServiceCIDR,
-    ServicePort,
-)
+from hybrid_proxy.controller.kubernetes import model
 from hybrid_proxy.dataplane.addresses import canonical_address, canonical_cidr, shown, why_special
 from hybrid_proxy.dataplane.balancing import CHOICES
 from hybrid_proxy.dataplane.table import Probe, Protocol, family_of
@@ -370,11 +360,11 @@ def _namespaced(metadata: _Meta) -> tuple[str, str]:
     return namespace, _checked_name(metadata.name, "metadata.name")
 
 
-def _ignored(metadata: _Meta, why: str) -> Ignored:
-    return Ignored("/".join(_namespaced(metadata)), why)
+def _ignored(metadata: _Meta, why: str) -> model.Ignored:
+    return model.Ignored("/".join(_namespaced(metadata)), why)
 
 
-def _of_another_proxy(wire: _Service, proxy_name: str | None) -> Ignored | None:
+def _of_another_proxy(wire: _Service, proxy_name: str | None) -> model.Ignored | None:
     """Kube-proxy's rule for a proxy without a name is DoesNotExist: any value counts, an empty one too."""
     metadata = wire.metadata or _NO_META
     label = metadata.labels.proxy_name if metadata.labels else UNSET
@@ -384,7 +374,7 @@ def _of_another_proxy(wire: _Service, proxy_name: str | None) -> Ignored | None:
     return _ignored(metadata, f"{said} label {PROXY_NAME}: another proxy serves it")
 
 
-def _service(wire: _Service) -> Service | Ignored:
+def _service(wire: _Service) -> model.Service | model.Ignored:
     metadata = wire.metadata or _NO_META
     spec = wire.spec or _NO_SPEC
     namespace, name = _namespaced(metadata)
@@ -406,7 +396,7 @@ def _service(wire: _Service) -> Service | Ignored:
     ours = metadata.annotations
     annotated = {} if ours is None or ours == _NO_ANNOTATIONS else _annotated(ours, said)
     labels = spec.selector if isinstance(spec.selector, dict) else {}
-    return Service(
+    return model.Service(
         namespace=namespace,
         name=name,
         type=kind,
@@ -485,7 +475,7 @@ def _load_balancer_ips(status: _ServiceStatus | None, said: _Complaints) -> tupl
     return tuple(said.each(_address, vips, "status.loadBalancer.ingress"))
 
 
-_AnyPort = TypeVar("_AnyPort", ServicePort, EndpointPort)
+_AnyPort = TypeVar("_AnyPort", model.ServicePort, model.EndpointPort)
 _Ports = tuple[tuple[_AnyPort, ...], tuple[str, ...]]  # with complaints
 _WirePorts = tuple[tuple[str | None, str | None, int | None, int | None], ...]  # name, protocol, port, node port
 _Check = Callable[[_WirePorts], _Ports[_AnyPort]]
@@ -499,13 +489,13 @@ def _ports(wire: list[_Port | None], check: _Check[_AnyPort], known: _Check[_Any
     return known(taken) if len(ports) <= _FEW_PORTS else check(taken)
 
 
-def _service_ports(wire: _WirePorts) -> _Ports[ServicePort]:
+def _service_ports(wire: _WirePorts) -> _Ports[model.ServicePort]:
     said = _Complaints()
     names: set[str] = set()
     numbers: set[tuple[str, int, int]] = set()
     ports = []
     for index, (name, protocol, port, node_port) in enumerate(wire):
-        made = said.part(None, _checked_port, ServicePort, name, protocol, port, f"spec.ports[{index}]")
+        made = said.part(None, _checked_port, model.ServicePort, name, protocol, port, f"spec.ports[{index}]")
         if made is None:
             continue
         if made.name in names:
@@ -521,7 +511,7 @@ def _service_ports(wire: _WirePorts) -> _Ports[ServicePort]:
             number = 0
         names.add(made.name)
         numbers |= {("port", made.protocol, made.port), ("nodePort", made.protocol, number)}
-        ports.append(ServicePort(made.name, made.protocol, made.port, number) if number else made)
+        ports.append(model.ServicePort(made.name, made.protocol, made.port, number) if number else made)
     return tuple(ports), said.texts()
 
 
@@ -629,7 +619,7 @@ def _slice_weight(wire: _Annotations) -> int | None:
     _fail(f"metadata.annotations[{name}]", problem)
 
 
-def _slice(wire: _EndpointSlice) -> EndpointSlice | Ignored:
+def _slice(wire: _EndpointSlice) -> model.EndpointSlice | model.Ignored:
     metadata = wire.metadata or _NO_META
     namespace, name = _namespaced(metadata)
     labels = metadata.labels
@@ -649,7 +639,7 @@ def _slice(wire: _EndpointSlice) -> EndpointSlice | Ignored:
     few = min(_MAX_PORTS, _MAX_BACKENDS // max(1, len(endpoints)))
     ports, about_ports = _ports(said.few(wire.ports or [], "ports", few), _slice_ports, _known_slice_ports)
     said += about_ports
-    return EndpointSlice(
+    return model.EndpointSlice(
         namespace,
         name,
         intern(f"{namespace}/{service}"),
@@ -661,11 +651,11 @@ def _slice(wire: _EndpointSlice) -> EndpointSlice | Ignored:
     )
 
 
-def _slice_ports(wire: _WirePorts) -> _Ports[EndpointPort]:
+def _slice_ports(wire: _WirePorts) -> _Ports[model.EndpointPort]:
     """Returns the ports with a number; one without means "all ports", which no proxy can join to a service port."""
     said = _Complaints()
     ports = [
-        said.part(None, _checked_port, EndpointPort, name, protocol, number, f"ports[{index}]")
+        said.part(None, _checked_port, model.EndpointPort, name, protocol, number, f"ports[{index}]")
         for index, (name, protocol, number, _) in enumerate(wire)
         if number is not None
     ]
@@ -675,7 +665,7 @@ def _slice_ports(wire: _WirePorts) -> _Ports[EndpointPort]:
 _known_service_ports, _known_slice_ports = lru_cache(4096)(_service_ports), lru_cache(4096)(_slice_ports)
 
 
-def _endpoints(wire: list[_Endpoint | None], family: int, said: _Complaints) -> tuple[Endpoint, ...]:
+def _endpoints(wire: list[_Endpoint | None], family: int, said: _Complaints) -> tuple[model.Endpoint, ...]:
     """The hot loop: a cluster has a hundred times more endpoints than anything else.
 
     Only the first address of an endpoint is ever used; an endpoint without any, or with one that is none, is skipped.
@@ -703,7 +693,7 @@ def _endpoints(wire: list[_Endpoint | None], family: int, said: _Complaints) -> 
         node = intern(node) if node else None
         conditions, hints = endpoint.conditions, endpoint.hints
         if conditions is None and hints is None:
-            found.append(Endpoint(address, node))
+            found.append(model.Endpoint(address, node))
             continue
         ready = serving = True
         terminating = False
@@ -712,10 +702,10 @@ def _endpoints(wire: list[_Endpoint | None], family: int, said: _Complaints) -> 
             serving = conditions.serving is not False
             terminating = conditions.terminating is True
         if hints is None:
-            found.append(Endpoint(address, node, ready, serving, terminating))
+            found.append(model.Endpoint(address, node, ready, serving, terminating))
         else:
             zones, nodes = _hint_names(hints.for_zones), _hint_names(hints.for_nodes)
-            found.append(Endpoint(address, node, ready, serving, terminating, zones, nodes))
+            found.append(model.Endpoint(address, node, ready, serving, terminating, zones, nodes))
     return tuple(found)
 
 
@@ -731,14 +721,14 @@ def _hint_names(hints: list[_Hint | None] | None) -> tuple[str, ...]:
     return _shared(tuple([hint.name[:_MAX_NAME] for hint in hints if hint and hint.name])) if hints else ()
 
 
-def _node(wire: _Node) -> Node:
+def _node(wire: _Node) -> model.Node:
     metadata = wire.metadata or _NO_META
     spec = wire.spec or _NO_NODE_SPEC
     name = _checked_name(metadata.name, "metadata.name")
     said = _Complaints()
     zone = metadata.labels.zone if metadata.labels else None
     tainted = any(taint and taint.key == "ToBeDeletedByClusterAutoscaler" for taint in spec.taints or ())
-    return Node(
+    return model.Node(
         name=name,
         addresses=_node_addresses(wire.status, said),
         pod_cidrs=tuple(said.each(_cidr, spec.pod_cidrs or [spec.pod_cidr], "spec.podCIDRs")),
@@ -761,17 +751,17 @@ def _node_addresses(status: _NodeStatus | None, said: _Complaints) -> tuple[str,
     return tuple(dict.fromkeys(found))
 
 
-def _service_cidr(wire: _ServiceCIDR) -> ServiceCIDR:
+def _service_cidr(wire: _ServiceCIDR) -> model.ServiceCIDR:
     name = _checked_name(wire.metadata.name if wire.metadata else None, "metadata.name")
     said = _Complaints()
     found = said.each(_cidr, wire.spec.cidrs if wire.spec else None, "spec.cidrs")
-    return ServiceCIDR(name, tuple(found), said.texts())
+    return model.ServiceCIDR(name, tuple(found), said.texts())
 
 
 # ------------------------------------------------------------------------------------------- the two doors
 
 
-_KINDS: Final[dict[str, tuple[msgspec.json.Decoder[Any], Callable[[Any], Object | Ignored]]]] = {
+_KINDS: Final[dict[str, tuple[msgspec.json.Decoder[Any], Callable[[Any], model.Object | model.Ignored]]]] = {
     "Service": (msgspec.json.Decoder(_Service), _service),
     "EndpointSlice": (msgspec.json.Decoder(_EndpointSlice), _slice),
     "Node": (msgspec.json.Decoder(_Node), _node),
@@ -779,7 +769,7 @@ _KINDS: Final[dict[str, tuple[msgspec.json.Decoder[Any], Callable[[Any], Object 
 }
 
 
-def decode(kind: str, given: object, proxy_name: str | None = None) -> Object | Ignored:
+def decode(kind: str, given: object, proxy_name: str | None = None) -> model.Object | model.Ignored:
     """Reads one object from its JSON, or from plain dicts and lists, as YAML gives it.
 
     Args:

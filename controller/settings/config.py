@@ -17,27 +17,18 @@ import msgspec
 import hybrid_proxy.dataplane.modes
 from hybrid_proxy.controller.errors import ConfigError
 from hybrid_proxy.controller.semantics.entries import DetectLocalMode, Settings
-from hybrid_proxy.controller.settings.documents import (
-    HYBRID,
-    KUBE_PROXY,
-    KUBE_PROXYS_MODES,
-    MODES,
-    CommandLine,
-    HybridProxyConfiguration,
-    KubeProxyConfiguration,
-    rows,
-)
+from hybrid_proxy.controller.settings import documents
 from hybrid_proxy.controller.settings.forms import Endpoint
 from hybrid_proxy.controller.settings.given import Given
 from hybrid_proxy.dataplane.options import IpvsOptions, Options, flows_by_memory
 from hybrid_proxy.dataplane.table import family_of
 
 AUTO: Final = "auto"  # the first mode that works here
-_KUBE: Final = KubeProxyConfiguration()
-_OURS: Final = HybridProxyConfiguration()
+_KUBE: Final = documents.KubeProxyConfiguration()
+_OURS: Final = documents.HybridProxyConfiguration()
 ADMIN_SOCKET: Final = _OURS.admin_socket
-HEALTHZ: Final = Endpoint("0.0.0.0", CommandLine().healthz_port)  # noqa: S104 (kube-proxy's default)
-METRICS: Final = Endpoint("127.0.0.1", CommandLine().metrics_port)
+HEALTHZ: Final = Endpoint("0.0.0.0", documents.CommandLine().healthz_port)  # noqa: S104 (kube-proxy's default)
+METRICS: Final = Endpoint("127.0.0.1", documents.CommandLine().metrics_port)
 # Instead of kube-proxy's ports, where a kube-proxy serves the other Services.
 BESIDE_KUBE_PROXY: Final = {HEALTHZ.port: 10356, METRICS.port: 10349}
 
@@ -63,8 +54,8 @@ class Config(msgspec.Struct, frozen=True):
 
     settings: Settings
     options: Options = Options()
-    kube_proxy: KubeProxyConfiguration = _KUBE
-    hybrid: HybridProxyConfiguration = _OURS
+    kube_proxy: documents.KubeProxyConfiguration = _KUBE
+    hybrid: documents.HybridProxyConfiguration = _OURS
     mode: str = AUTO
     master: str | None = None
     healthz_bind_address: Endpoint | None = HEALTHZ
@@ -96,7 +87,7 @@ def available_modes() -> tuple[str, ...]:
     import pkgutil
 
     found = {module.name for module in pkgutil.iter_modules(hybrid_proxy.dataplane.modes.__path__) if module.ispkg}
-    return (*(mode for mode in MODES if mode in found), *sorted(found.difference(MODES)))
+    return (*(mode for mode in documents.MODES if mode in found), *sorted(found.difference(documents.MODES)))
 
 
 class Loaded(NamedTuple):
@@ -124,8 +115,8 @@ def resolve(given: Given) -> Config:
     Raises:
         ConfigError: names everything that is wrong: flag, or file and field, its value and what is possible.
     """
-    kube, ours = given.document(KubeProxyConfiguration), given.document(HybridProxyConfiguration)
-    command = given.document(CommandLine)
+    kube, ours = given.document(documents.KubeProxyConfiguration), given.document(documents.HybridProxyConfiguration)
+    command = given.document(documents.CommandLine)
     mode = _mode(given, kube, ours)
     masquerade = kube.nftables if mode == "nftables" else kube.iptables
     bind = kube.bind_address
@@ -177,10 +168,10 @@ def resolve(given: Given) -> Config:
         task="cleanup" if command.cleanup else "prepare" if command.init_only else "serve",
     )  # fmt: skip
     if ours.manifests:
-        for key in (f"{KUBE_PROXY}.clientConnection.kubeconfig", "CommandLine.master"):
+        for key in (f"{documents.KUBE_PROXY}.clientConnection.kubeconfig", "CommandLine.master"):
             if given.values.get(key):
                 given.fail(f"cannot be used together with {given.called(key)}: there is one source of objects",
-                           f"{HYBRID}.manifests")  # fmt: skip
+                           f"{documents.HYBRID}.manifests")  # fmt: skip
     if problems := given.problems(mode):
         raise ConfigError(*problems)
     _warn_of_what_has_no_effect(given, kube, mode)
@@ -190,28 +181,28 @@ def resolve(given: Given) -> Config:
 # ------------------------------------------------------------------------------------- rules between settings
 
 
-def _mode(given: Given, kube: KubeProxyConfiguration, ours: HybridProxyConfiguration) -> str:
-    key, mode = (f"{HYBRID}.mode", ours.mode) if ours.mode else (f"{KUBE_PROXY}.mode", kube.mode)
+def _mode(given: Given, kube: documents.KubeProxyConfiguration, ours: documents.HybridProxyConfiguration) -> str:
+    key, mode = (f"{documents.HYBRID}.mode", ours.mode) if ours.mode else (f"{documents.KUBE_PROXY}.mode", kube.mode)
     if not mode or mode == AUTO:
         return AUTO
     available = available_modes()
-    if not ours.mode and mode not in KUBE_PROXYS_MODES:
-        possible = ", ".join(KUBE_PROXYS_MODES)
-        given.fail(f"is not one of {possible}, or empty; {HYBRID}.mode can be another mode", key)
+    if not ours.mode and mode not in documents.KUBE_PROXYS_MODES:
+        possible = ", ".join(documents.KUBE_PROXYS_MODES)
+        given.fail(f"is not one of {possible}, or empty; {documents.HYBRID}.mode can be another mode", key)
     elif mode not in available:
-        problem = "this version does not have that mode yet" if mode in MODES else "is not a mode"
+        problem = "this version does not have that mode yet" if mode in documents.MODES else "is not a mode"
         close = get_close_matches(mode, available, 1)
         meant = f"; did you mean {close[0]}?" if close else ""
         given.fail(f"{problem}; this version has {', '.join(available)}, and auto{meant}", key)
     return mode
 
 
-def _section(kube: KubeProxyConfiguration, mode: str) -> Any:
+def _section(kube: documents.KubeProxyConfiguration, mode: str) -> Any:
     """The section of kube-proxy's document that has the periods of a mode."""
     return kube.ipvs if mode == "ipvs" else kube.nftables if mode == "nftables" else kube.iptables
 
 
-def _rest(given: Given, kube: KubeProxyConfiguration, mode: str) -> float:
+def _rest(given: Given, kube: documents.KubeProxyConfiguration, mode: str) -> float:
     """How long to wait after a sync.
 
     kube-proxy's second is there because its syncs are costly. Here a change costs what changed: the default is 0,
@@ -219,20 +210,20 @@ def _rest(given: Given, kube: KubeProxyConfiguration, mode: str) -> float:
     """
     section, default = _section(kube, mode), _section(_KUBE, mode)
     if section.min_sync_period > section.sync_period:
-        prefix = f"{KUBE_PROXY}.{type(section).__name__.lower()}"
+        prefix = f"{documents.KUBE_PROXY}.{type(section).__name__.lower()}"
         period = f"{prefix}.syncPeriod"
         given.fail(f"is longer than {given.called(period)}", f"{prefix}.minSyncPeriod", period)
     return 0.0 if section.min_sync_period == default.min_sync_period else float(section.min_sync_period)
 
 
-def _pod_interface(given: Given, kube: KubeProxyConfiguration) -> str:
+def _pod_interface(given: Given, kube: documents.KubeProxyConfiguration) -> str:
     path, name = {
         DetectLocalMode.BRIDGE_INTERFACE: ("bridgeInterface", kube.detect_local.bridge_interface),
         DetectLocalMode.INTERFACE_PREFIX: ("interfaceNamePrefix", kube.detect_local.interface_name_prefix),
     }.get(kube.detect_local_mode, ("", ""))
     if path and not name:
-        mode = f"{given.called(f'{KUBE_PROXY}.detectLocalMode')} {kube.detect_local_mode.value}"
-        given.fail(f"is needed with {mode}", f"{KUBE_PROXY}.detectLocal.{path}")
+        mode = f"{given.called(f'{documents.KUBE_PROXY}.detectLocalMode')} {kube.detect_local_mode.value}"
+        given.fail(f"is needed with {mode}", f"{documents.KUBE_PROXY}.detectLocal.{path}")
     return name
 
 
@@ -260,23 +251,23 @@ _ALWAYS: Final = frozenset({
 })  # fmt: skip
 
 
-def _warn_of_what_has_no_effect(given: Given, kube: KubeProxyConfiguration, mode: str) -> None:
-    for row in rows():
+def _warn_of_what_has_no_effect(given: Given, kube: documents.KubeProxyConfiguration, mode: str) -> None:
+    for row in documents.rows():
         value, setting = given[row], row.setting
         if row.key not in given.values or not setting.unused:
             continue
         if value not in (row.default, *setting.harmless):
             given.warn(f"has no effect: {setting.unused}", row.key)
     if kube.ipvs.scheduler and mode != "ipvs":
-        text = f"counts only in mode ipvs: {HYBRID}.algorithm is for all modes, with the same names"
-        given.warn(text, f"{KUBE_PROXY}.ipvs.scheduler")
-    if given.document(HybridProxyConfiguration).service_proxy_name and mode == "ipvs":
+        text = f"counts only in mode ipvs: {documents.HYBRID}.algorithm is for all modes, with the same names"
+        given.warn(text, f"{documents.KUBE_PROXY}.ipvs.scheduler")
+    if given.document(documents.HybridProxyConfiguration).service_proxy_name and mode == "ipvs":
         given.warn(
             "a kube-proxy in mode ipvs removes the virtual servers of mode ipvs here, unless its excludeCIDRs contain "
-            "their addresses", f"{HYBRID}.serviceProxyName",
+            "their addresses", f"{documents.HYBRID}.serviceProxyName",
         )  # fmt: skip
     for gate, on in kube.feature_gates.items():
         if gate not in (*_ALWAYS, "AllowServiceExternalIPs"):
-            given.warn(f"{gate} has no meaning here", f"{KUBE_PROXY}.featureGates")
+            given.warn(f"{gate} has no meaning here", f"{documents.KUBE_PROXY}.featureGates")
         elif not on and gate in _ALWAYS:
-            given.warn(f"{gate} cannot be turned off", f"{KUBE_PROXY}.featureGates")
+            given.warn(f"{gate} cannot be turned off", f"{documents.KUBE_PROXY}.featureGates")

@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Final
 
 import pytest
 
-from hybrid_proxy.controller.settings.config import MODES
+from hybrid_proxy.controller.settings.documents import MODES
 
 __all__ = ["BEGIN", "DOCS", "END", "Grid", "Grouped", "Key", "Rows"]
 

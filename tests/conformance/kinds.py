@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Final
 
-from hybrid_proxy.controller.settings.config import MODES
+from hybrid_proxy.controller.settings.documents import MODES
 
 from .grid import Grouped, Key, Rows
 

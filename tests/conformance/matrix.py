@@ -6,7 +6,7 @@ from typing import Final
 
 import pytest
 
-from hybrid_proxy.controller.settings.config import MODES
+from hybrid_proxy.controller.settings.documents import MODES
 
 from .grid import Grid, Key, Rows
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hybrid_proxy.controller.settings.config import MODES
+from hybrid_proxy.controller.settings.documents import MODES
 
 from . import cases
 from .grid import BEGIN, DOCS, END, Grouped, Rows

@@ -25,7 +25,8 @@ from hybrid_proxy.controller.errors import SourceError
 from hybrid_proxy.controller.kubernetes.apiserver import _resources
 from hybrid_proxy.controller.kubernetes.connection import refuse_placeholder
 from hybrid_proxy.controller.settings import configfile
-from hybrid_proxy.controller.settings.config import MODES, Config, Endpoint
+from hybrid_proxy.controller.settings.config import Config, Endpoint
+from hybrid_proxy.controller.settings.documents import MODES
 
 from . import manifests
 from .manifests import DEPLOY, OVERLAYS, PROBES, ROOT, agent_of, build, capabilities, kustomized, one, text

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from hybrid_proxy.controller.settings.config import MODES
+from hybrid_proxy.controller.settings.documents import MODES
 
 from .manifests import DEPLOY, ROOT
 

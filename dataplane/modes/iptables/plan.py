@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Final, NamedTuple
 
+from hybrid_proxy.dataplane.modes.iptables import names
 from hybrid_proxy.dataplane.modes.iptables.lower import (
     Chains,
     Leaves,
@@ -13,15 +14,6 @@ from hybrid_proxy.dataplane.modes.iptables.lower import (
     cluster_ips,
     constant_chains,
     lower,
-)
-from hybrid_proxy.dataplane.modes.iptables.names import (
-    CLUSTER_IPS,
-    HEALTH,
-    NODE_PORTS,
-    SERVICES,
-    addresses,
-    identity,
-    ports,
 )
 from hybrid_proxy.dataplane.modes.iptables.tree import Rank, Tree
 from hybrid_proxy.dataplane.table import LOOPBACK, Entry, Protocol
@@ -55,14 +47,16 @@ class Plan:
     def __init__(self, node: Node) -> None:
         self.node = node
         self.health_ports: tuple[int, ...] = ()  # of `ServiceTable`
-        spaces = {kind: addresses(node.family, kind) if kind in "CE" else ports(Protocol[kind]) for kind in _KINDS}
+        spaces = {
+            kind: names.addresses(node.family, kind) if kind in "CE" else names.ports(Protocol[kind]) for kind in _KINDS
+        }
         self._trees = {table: {kind: Tree(spaces[kind]) for kind in _KINDS} for table in ("nat", "filter")}
         self._top: dict[str, Chains] = {"nat": {}, "filter": {}}
 
     def change(self, before: Iterable[Entry], after: Iterable[Entry]) -> dict[str, Delta]:
         """Returns the changes of tables `filter` and `nat` when these entries replace those."""
-        was = {identity(entry): lower(entry, self.node) for entry in before}
-        now = {identity(entry): lower(entry, self.node) for entry in after}
+        was = {names.identity(entry): lower(entry, self.node) for entry in before}
+        now = {names.identity(entry): lower(entry, self.node) for entry in after}
         old = {name: rules for lowered in was.values() for name, rules in lowered.chains.items()}
         new = {name: rules for lowered in now.values() for name, rules in lowered.chains.items()}
         written: dict[str, Chains] = {"nat": _differing(old, new), "filter": {}}
@@ -89,25 +83,25 @@ class Plan:
         into_cluster = trees["C"].entrance
         into_others = trees["E"].entrance
         into_ports = [found for protocol in Protocol if (found := trees[protocol.name].entrance) is not None]
-        more: Chains = {NODE_PORTS: tuple(f"{match} -j {root}" for match, root in into_ports)}
+        more: Chains = {names.NODE_PORTS: tuple(f"{match} -j {root}" for match, root in into_ports)}
         if table == "nat":
-            more[CLUSTER_IPS] = cluster_ips(into_cluster[1], self.node) if into_cluster else ()
+            more[names.CLUSTER_IPS] = cluster_ips(into_cluster[1], self.node) if into_cluster else ()
         if into_cluster:
-            services.append(f"{into_cluster[0]} -j {CLUSTER_IPS if table == 'nat' else into_cluster[1]}")
+            services.append(f"{into_cluster[0]} -j {names.CLUSTER_IPS if table == 'nat' else into_cluster[1]}")
         if into_others:
             services.append(f"{into_others[0]} -j {into_others[1]}")
         if into_ports:
             bits = 32 if self.node.family == 4 else 128
-            services += (f"-d {address}/{bits} -j {NODE_PORTS}" for address in self.node.port_addresses)
+            services += (f"-d {address}/{bits} -j {names.NODE_PORTS}" for address in self.node.port_addresses)
             # In OUTPUT alone, where packets have an outgoing interface: a neighbour's packet to a loopback address
             # is dropped by the kernel. With such a source they could not leave the node (`dataplane.localhost`).
             own = f"! -s {LOOPBACK[self.node.family]}"
-            services += (f"{own} -d {address}/{bits} -o lo -j {NODE_PORTS}" for address in self.node.loopback)
+            services += (f"{own} -d {address}/{bits} -o lo -j {names.NODE_PORTS}" for address in self.node.loopback)
         if table == "filter":
             unallocated = "-m addrtype ! --dst-type LOCAL -j DROP"
             services += (f"-d {cidr} {unallocated}" for cidr in self.node.service_cidrs)
-            more[HEALTH] = tuple(f"-p tcp -m tcp --dport {port} -j ACCEPT" for port in self.health_ports)
-        return constant | more | {SERVICES: tuple(services)}
+            more[names.HEALTH] = tuple(f"-p tcp -m tcp --dport {port} -j ACCEPT" for port in self.health_ports)
+        return constant | more | {names.SERVICES: tuple(services)}
 
 
 def _differing(old: Chains, new: Chains) -> Chains:

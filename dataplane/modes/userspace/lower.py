@@ -5,20 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import NamedTuple
 
+from hybrid_proxy.dataplane import table
 from hybrid_proxy.dataplane.modes.userspace.messages import Keep, Network, Port, Row
-from hybrid_proxy.dataplane.table import (
-    BackendSet,
-    Entry,
-    Frontend,
-    Kind,
-    Masquerade,
-    NodeNetwork,
-    Protocol,
-    WhenEmpty,
-    disjoint,
-    family_of,
-    frontend_text,
-)
 
 
 class Redirect(NamedTuple):
@@ -30,7 +18,7 @@ class Redirect(NamedTuple):
     side: str  # "internal" or "external"
     address: str | None
     port: int
-    target: int | WhenEmpty
+    target: int | table.WhenEmpty
 
 
 class Lowered(NamedTuple):
@@ -45,23 +33,23 @@ class Lowered(NamedTuple):
     firewalled: tuple[tuple[str, int, tuple[str, ...]], ...]  # address, port, source ranges
 
 
-def row_key(entry: Entry) -> str:
+def row_key(entry: table.Entry) -> str:
     """Returns the key of a service port in this mode."""
     return f"{entry.name}/{entry.protocol.name}/{entry.family}"
 
 
-def lower(entry: Entry, node: NodeNetwork) -> Lowered:
+def lower(entry: table.Entry, node: table.NodeNetwork) -> Lowered:
     """Translates one service port for this node."""
-    routes: list[BackendSet] = []
+    routes: list[table.BackendSet] = []
     ports: list[Port] = []
     redirects: list[Redirect] = []
     firewalled: list[tuple[str, int, tuple[str, ...]]] = []
     cluster_ips: list[str] = []
     for frontend in entry.frontends:
-        if frontend.kind is Kind.CLUSTER_IP and frontend.address is not None:
+        if frontend.kind is table.Kind.CLUSTER_IP and frontend.address is not None:
             cluster_ips.append(frontend.address)
         if frontend.source_ranges is not None:
-            ranges = tuple(disjoint(frontend.source_ranges))
+            ranges = tuple(table.disjoint(frontend.source_ranges))
             firewalled += [(at, frontend.port, ranges) for at in _addresses(frontend, entry.family, node)]
         internal, external = entry.backend_sets[frontend.internal], entry.backend_sets[frontend.external]
         keeps = _keeps(frontend, entry.family, node, same=internal.backends == external.backends)
@@ -69,7 +57,7 @@ def lower(entry: Entry, node: NodeNetwork) -> Lowered:
             target = _target(route, keep, routes, ports) if route.backends else route.when_empty
             redirects.append(Redirect(side, frontend.address, frontend.port, target))
     row = None
-    if entry.frontends or entry.protocol is Protocol.UDP or entry.present is not None:
+    if entry.frontends or entry.protocol is table.Protocol.UDP or entry.present is not None:
         row = Row(
             row_key(entry),
             entry.name,
@@ -79,13 +67,13 @@ def lower(entry: Entry, node: NodeNetwork) -> Lowered:
             tuple(ports),
             tuple((backend.address, backend.port) for backend in entry.serving),
             entry.affinity_seconds,
-            tuple(dict.fromkeys(frontend_text(f.address, f.port) for f in entry.frontends)),
+            tuple(dict.fromkeys(table.frontend_text(f.address, f.port) for f in entry.frontends)),
             entry.present,
         )
     return Lowered(row, tuple(redirects), tuple(dict.fromkeys(cluster_ips)), tuple(firewalled))
 
 
-def _target(route: BackendSet, keep: Keep, routes: list[BackendSet], ports: list[Port]) -> int:
+def _target(route: table.BackendSet, keep: Keep, routes: list[table.BackendSet], ports: list[Port]) -> int:
     number = next((n for n, known in enumerate(routes) if known.backends == route.backends), None)
     if number is None:
         routes.append(route)
@@ -96,20 +84,20 @@ def _target(route: BackendSet, keep: Keep, routes: list[BackendSet], ports: list
     return ports.index(want)
 
 
-def _addresses(frontend: Frontend, family: int, node: NodeNetwork) -> list[str]:
+def _addresses(frontend: table.Frontend, family: int, node: table.NodeNetwork) -> list[str]:
     if frontend.address is not None:
         return [frontend.address]
-    return [address for address in node.node_port_addresses if family_of(address) == family]
+    return [address for address in node.node_port_addresses if table.family_of(address) == family]
 
 
-def _keeps(frontend: Frontend, family: int, node: NodeNetwork, *, same: bool) -> tuple[Keep, Keep]:
+def _keeps(frontend: table.Frontend, family: int, node: table.NodeNetwork, *, same: bool) -> tuple[Keep, Keep]:
     """Returns whose addresses are kept, of internal and of external clients.
 
     Where the relay recognises pods by their addresses, one proxy port serves both sides of a ClusterIP.
     """
-    pods_kept = not frontend.masquerade & Masquerade.POD and node.pods.recognizes(family)
+    pods_kept = not frontend.masquerade & table.Masquerade.POD and node.pods.recognizes(family)
     internal = Keep.ALWAYS if pods_kept else Keep.NEVER
-    external = Keep.NEVER if frontend.masquerade & Masquerade.EXTERNAL else Keep.ALWAYS
+    external = Keep.NEVER if frontend.masquerade & table.Masquerade.EXTERNAL else Keep.ALWAYS
     if not same or internal is external:
         return internal, external
     if pods_kept and not node.pods.interface:
@@ -119,16 +107,16 @@ def _keeps(frontend: Frontend, family: int, node: NodeNetwork, *, same: bool) ->
     return internal, external
 
 
-def lower_node(node: NodeNetwork, transparent: tuple[int, ...], bridged: Iterable[str] = ()) -> Network:
+def lower_node(node: table.NodeNetwork, transparent: tuple[int, ...], bridged: Iterable[str] = ()) -> Network:
     """Returns what the relay must know of the node."""
     own = (*node.addresses, *node.primary, *node.loopback)
     return Network(listen_addresses(node), own, node.pods.prefixes, transparent, tuple(sorted(bridged)))
 
 
-def listen_addresses(node: NodeNetwork) -> dict[int, str]:
+def listen_addresses(node: table.NodeNetwork) -> dict[int, str]:
     """Returns, by family, the address at which the relay listens: the node's primary one, or else any of its own."""
     found: dict[int, str] = {}
     for address in (*node.primary, *node.addresses):
         if not address.lower().startswith("fe80:"):
-            found.setdefault(family_of(address), address)
+            found.setdefault(table.family_of(address), address)
     return found

@@ -28,15 +28,8 @@ import numpy as np
 from hybrid_proxy.dataplane.kernel.bpf import BpfError, Map
 from hybrid_proxy.dataplane.kernel.grace import wait_for_programs
 from hybrid_proxy.dataplane.mode import Options
-from hybrid_proxy.dataplane.modes.ebpf.generations import convert
+from hybrid_proxy.dataplane.modes.ebpf.generations import convert, copying
 from hybrid_proxy.dataplane.modes.ebpf.generations.convert import Converter
-from hybrid_proxy.dataplane.modes.ebpf.generations.copying import (
-    FlowTable,
-    converter,
-    copy_flags_of_node,
-    copy_table,
-    copy_timewait,
-)
 from hybrid_proxy.dataplane.modes.ebpf.generations.datapath import Datapath
 from hybrid_proxy.dataplane.modes.ebpf.generations.generation import (
     FLOWS,
@@ -92,7 +85,7 @@ class Succession:
         self._wanted = Generation(ours(), sizes.written(options, possible_cpus()))
         self._reached: Mark | None = None
         self._converters: dict[str, Converter] = {}
-        self._tables: list[FlowTable] = []
+        self._tables: list[copying.FlowTable] = []
         self._opened = contextlib.ExitStack()  # the bridge, and former maps
         self.former = _former_of(folder)
         if self.former is None or not self._begin(self.former):
@@ -126,7 +119,7 @@ class Succession:
     def _plan(self, former: Generation | None) -> None:
         self.plan = plan_replacement(former, self._wanted, self._reached)
         carried = [name for name, fate in self.plan.fates.items() if fate is Fate.CARRIED]
-        self._converters = {name: converter(name, self._known, ours()) for name in carried}
+        self._converters = {name: copying.converter(name, self._known, ours()) for name in carried}
         self._places = {
             family: convert.places(self._converters[f"flows{family}"].former[0]) for family in (4, 6)
         } if self.plan.bridged else {}  # fmt: skip
@@ -194,9 +187,9 @@ class Succession:
         """Copies the service table into our maps, and pins them."""
         for name, new in self._made.items():
             if name in {*TABLES, "node"} and name in self._converters:
-                copy_table(name, self._open(name), new, self._converters[name])
+                copying.copy_table(name, self._open(name), new, self._converters[name])
             elif name == "affinity" and name in self._converters and not self.plan.bridged:
-                FlowTable(self._open(name), new, self._converters[name]).copy()
+                copying.FlowTable(self._open(name), new, self._converters[name]).copy()
         together = {**self._shared, **self._made}
         for name in sorted(together, key=lambda name: (name == SLOTS, name)):
             together[name].pin(self.folder / name)
@@ -234,8 +227,9 @@ class Succession:
             return
         self._opened.callback(loaded.close)
         self._datapath.attach(loaded)
+        maps = self._datapath.loader.maps
         self._tables = [
-            FlowTable(self._open(name), self._datapath.loader.maps[name], self._converters[name], *self._kind(name))
+            copying.FlowTable(self._open(name), maps[name], self._converters[name], *self._kind(name))
             for name in (*FLOWS, "affinity") if name in self._converters
         ]  # fmt: skip
 
@@ -248,7 +242,7 @@ class Succession:
         """Copies what has changed since the last time."""
         for table in self._tables:
             table.copy()
-        for name, copy in (("node", copy_flags_of_node), ("timewait", copy_timewait)):
+        for name, copy in (("node", copying.copy_flags_of_node), ("timewait", copying.copy_timewait)):
             if name in self._converters:
                 copy(self._open(name), self._datapath.loader.maps[name], self._converters[name])
 

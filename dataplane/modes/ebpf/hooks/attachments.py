@@ -25,18 +25,8 @@ from hybrid_proxy.dataplane.mode import Options, ProbePacket
 from hybrid_proxy.dataplane.modes.ebpf.hooks.cgroup import SocketPrograms
 from hybrid_proxy.dataplane.modes.ebpf.hooks.interfaces import InterfacePrograms
 from hybrid_proxy.dataplane.modes.ebpf.hooks.xdp import XdpPrograms
-from hybrid_proxy.dataplane.modes.ebpf.maps import layout
+from hybrid_proxy.dataplane.modes.ebpf.maps import layout, node_maps
 from hybrid_proxy.dataplane.modes.ebpf.maps.mapset import MapSet
-from hybrid_proxy.dataplane.modes.ebpf.maps.node_maps import (
-    NodeMaps,
-    equal_paths,
-    interface_addresses,
-    interface_flags,
-    own_addresses,
-    pod_links,
-    served_links,
-    word,
-)
 from hybrid_proxy.dataplane.table import NodeNetwork
 from hybrid_proxy.dataplane.timings import START
 
@@ -65,7 +55,7 @@ class Attachments:
         self.pods, self.uplinks = InterfacePrograms(folder, "pod"), InterfacePrograms(folder, "uplink")
         self.drivers = XdpPrograms(folder, options.ebpf.xdp, load_xdp, lambda: maps.maps["xdp_links"])
         self.sockets = SocketPrograms(folder, options)
-        self.node_maps = NodeMaps(maps.maps, lambda: maps.view("node"))
+        self.node_maps = node_maps.NodeMaps(maps.maps, lambda: maps.view("node"))
         self._strictly = options.ebpf.source_check == "strict"
         self._maps = maps
         self._at_interfaces: Object | None = None
@@ -156,22 +146,27 @@ class Attachments:
         self, node: Node, primary: Collection[str], pods: Sequence[Interface], uplinks: Sequence[Interface]
     ) -> None:
         """Writes what the programs must know of the node before they see packets of its interfaces."""
-        flags = interface_flags(
+        flags = node_maps.interface_flags(
             node.interfaces, read_reverse_path_filters(), strictly=self._strictly,
             is_served=lambda interface: interface in uplinks,
         )  # fmt: skip
-        routes, paths = equal_paths(node.equal_paths)
+        routes, paths = node_maps.equal_paths(node.equal_paths)
         wanted = {
-            "own_addresses": dict.fromkeys(own_addresses(node.local), bytes(4)),
+            "own_addresses": dict.fromkeys(node_maps.own_addresses(node.local), bytes(4)),
             "equal_paths": paths,
             "equal_routes": routes,
-            "interface_addresses": interface_addresses(node.interfaces, primary),
-            "interfaces": {word(index): word(asked) for index, asked in flags.items()},
+            "interface_addresses": node_maps.interface_addresses(node.interfaces, primary),
+            "interfaces": {node_maps.word(index): node_maps.word(asked) for index, asked in flags.items()},
             # Where programs are, or will be in a moment.
-            "links": {word(key): word(index) for key, index in served_links(pods, uplinks).items()},
+            "links": {
+                node_maps.word(key): node_maps.word(index)
+                for key, index in node_maps.served_links(pods, uplinks).items()
+            },
         }
         if self.node is not None:
-            wanted["pod_links"] = dict.fromkeys(map(word, pod_links(node.interfaces, self.node)), bytes(4))
+            wanted["pod_links"] = dict.fromkeys(
+                map(node_maps.word, node_maps.pod_links(node.interfaces, self.node)), bytes(4)
+            )
         for name, elements in wanted.items():
             try:
                 self.node_maps.write(name, elements)

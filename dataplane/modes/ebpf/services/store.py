@@ -17,15 +17,9 @@ from hybrid_proxy.dataplane.kernel.grace import wait_for_programs
 from hybrid_proxy.dataplane.modes.ebpf.maps.mapset import MapSet
 from hybrid_proxy.dataplane.modes.ebpf.maps.pools import InUse
 from hybrid_proxy.dataplane.modes.ebpf.maps.traffic import FIELDS
+from hybrid_proxy.dataplane.modes.ebpf.services import lower
 from hybrid_proxy.dataplane.modes.ebpf.services.adoption import Former
 from hybrid_proxy.dataplane.modes.ebpf.services.ejections import Counts, Ejection
-from hybrid_proxy.dataplane.modes.ebpf.services.lower import (
-    BACKEND_EJECTED,
-    FRONTEND_ADDRESS,
-    FRONTEND_NODE_PORTS,
-    Key,
-    Socket,
-)
 from hybrid_proxy.dataplane.modes.ebpf.services.plan import RINGS, Batch, Plan, Rings, Subject
 from hybrid_proxy.dataplane.modes.ebpf.services.writer import MapWriter
 from hybrid_proxy.dataplane.slow_start import Parts
@@ -67,7 +61,7 @@ class Store:
             self.first_packets.only(used.services)
         self.unwritten: deque[Batch] = deque()  # planned, in this order
         self.late: list[Batch] = []  # written but for frontends for which there was no room
-        self.node_ports_at: dict[Key, tuple[int, int]] = {}  # frontends of no service
+        self.node_ports_at: dict[lower.Key, tuple[int, int]] = {}  # frontends of no service
         self.graced_stamp = 0  # number of the last grace period that is over
         self._exact_after = 0  # once this grace period is over, prefilter bits of a former process go
 
@@ -173,8 +167,8 @@ class Store:
 
         At those in `loopback` they are served to the node's own sockets alone.
         """
-        flags = dict.fromkeys(loopback, FRONTEND_NODE_PORTS)
-        flags |= dict.fromkeys(addresses, FRONTEND_ADDRESS | FRONTEND_NODE_PORTS)
+        flags = dict.fromkeys(loopback, lower.FRONTEND_NODE_PORTS)
+        flags |= dict.fromkeys(addresses, lower.FRONTEND_ADDRESS | lower.FRONTEND_NODE_PORTS)
         wanted = {(family_of(address), address, 0, 0): (0, flags[address]) for address in sorted(flags)}
         former, self.node_ports_at = self.node_ports_at, wanted
         self.writer.insert(wanted, wanted)
@@ -254,7 +248,7 @@ class Store:
                 }
         return found
 
-    def numbers(self, key: EntryKey) -> dict[Socket, int]:
+    def numbers(self, key: EntryKey) -> dict[lower.Socket, int]:
         """Returns the ids of the backends of a service port; empty if there is no such port."""
         known = self.plan.find(key)
         return {} if known is None else known.numbers
@@ -265,4 +259,4 @@ class Store:
 
     def is_ejected(self, backend: int) -> bool:
         """True if a backend set of the backend leaves it out."""
-        return bool(int(self.backends["flags"][backend]) & BACKEND_EJECTED)
+        return bool(int(self.backends["flags"][backend]) & lower.BACKEND_EJECTED)

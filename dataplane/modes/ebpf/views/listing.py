@@ -11,6 +11,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
+from hybrid_proxy.dataplane import reports
 from hybrid_proxy.dataplane.kernel.bpf import Map, Object, run_on_packet
 from hybrid_proxy.dataplane.kernel.grace import jiffies_per_second
 from hybrid_proxy.dataplane.mode import View, belongs
@@ -24,16 +25,6 @@ from hybrid_proxy.dataplane.modes.ebpf.maps.traffic import Traffic, counts_of, t
 from hybrid_proxy.dataplane.modes.ebpf.services import affinity
 from hybrid_proxy.dataplane.modes.ebpf.services.lower import ANY
 from hybrid_proxy.dataplane.modes.ebpf.views.events import Addresses, Journal
-from hybrid_proxy.dataplane.reports import (
-    BackendRow,
-    Ejection,
-    FailureHistory,
-    FlowRow,
-    PacketEvent,
-    ServiceRow,
-    TrafficCounts,
-    TrafficRow,
-)
 from hybrid_proxy.dataplane.table import Protocol, Remembered, ServiceTable, family_of, frontend_of, frontend_text
 
 CLOCK: Final = "read_clock"  # of bpf/inspect.bpf.c
@@ -48,17 +39,17 @@ class Pinned(View):
     def __init__(self, place: str, maps: Maps, names: Names) -> None:
         self.place, self._maps, self._names = place, maps, names
 
-    def services(self) -> list[ServiceRow]:
+    def services(self) -> list[reports.ServiceRow]:
         """Return the service ports that get new flows: none while the mode drains."""
         draining = self._maps["node"].view(layout.dtype_of("node"))["draining"].any()
         return [] if draining else _services(self._maps, self._names)
 
-    def backends(self, of: str | None = None) -> list[BackendRow]:
+    def backends(self, of: str | None = None) -> list[reports.BackendRow]:
         return _backends(self._maps, self._names, of)
 
-    def flows(self, limit: int) -> tuple[list[FlowRow], int]:
+    def flows(self, limit: int) -> tuple[list[reports.FlowRow], int]:
         """List flows; of each table those first that were idle for longest."""
-        rows: list[FlowRow] = []
+        rows: list[reports.FlowRow] = []
         total = 0
         now, hz = _clock(self._maps), jiffies_per_second()
         constants = layout.abi_constants()
@@ -76,7 +67,7 @@ class Pinned(View):
                     rows.append(row)
         return rows, total
 
-    def unread_events(self) -> list[PacketEvent]:
+    def unread_events(self) -> list[reports.PacketEvent]:
         journal = Journal()
         raw = self._maps["events"].unread() if "events" in self._maps else []
         table = self._maps["backends"].view(layout.dtype_of("backend"))
@@ -122,7 +113,7 @@ def _addresses(maps: Maps, names: Names) -> Addresses:
     }
 
 
-def _services(maps: Maps, names: Names) -> list[ServiceRow]:
+def _services(maps: Maps, names: Names) -> list[reports.ServiceRow]:
     rows = []
     table = maps["services"].view(layout.dtype_of("service"))
     bits, (backends, out, chosen, failures, _) = layout.abi_constants(), _chosen(maps)
@@ -135,7 +126,7 @@ def _services(maps: Maps, names: Names) -> list[ServiceRow]:
     for number, frontends in sorted(_frontends(maps).items()):
         row = table[number]
         rows.append(
-            ServiceRow(
+            reports.ServiceRow(
                 name=names.get(number),
                 id=number,
                 frontends=sorted(address for address, _ in frontends),
@@ -155,7 +146,9 @@ def _services(maps: Maps, names: Names) -> list[ServiceRow]:
     return sorted(rows, key=lambda row: (row.name or "", row.frontends))
 
 
-def _chosen(maps: Maps) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any], NDArray[Any], dict[int, FailureHistory]]:
+def _chosen(
+    maps: Maps,
+) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any], NDArray[Any], dict[int, reports.FailureHistory]]:
     """Returns backends, which are ejected, which others are in a set, how often those failed lately, and how."""
     table, flags = maps["backends"].view(layout.dtype_of("backend")), layout.abi_constants()
     ejected = table["flags"] & flags["BACKEND_EJECTED"] != 0
@@ -167,7 +160,7 @@ def _chosen(maps: Maps) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any], NDArr
     return table, ejected, chosen, failures, known
 
 
-def failing_ports(maps: Maps, names_of: Callable[[], Names]) -> tuple[list[str], list[Ejection]]:
+def failing_ports(maps: Maps, names_of: Callable[[], Names]) -> tuple[list[str], list[reports.Ejection]]:
     """Returns the service ports whose backends all fail, and the other backends that failed twice in a row, lately."""
     table, ejected, chosen, failures, known = _chosen(maps)
     if not (failures.any() or ejected.any()):
@@ -177,7 +170,7 @@ def failing_ports(maps: Maps, names_of: Callable[[], Names]) -> tuple[list[str],
     all_fail = {names[number] for number in np.setdiff1d(bad, good).tolist() if number in names}
     few = [(number, names.get(int(table["service"][number]))) for number in np.flatnonzero(failures > 1).tolist()]
     return sorted(all_fail), [
-        Ejection(name, _address(table[number]), False, None, f"{failures[number]} connections in a row failed"
+        reports.Ejection(name, _address(table[number]), False, None, f"{failures[number]} connections in a row failed"
                  + (f" ({known[number].text(now)})" if number in known else ""))
         for number, name in few if name is not None and name not in all_fail
     ]  # fmt: skip
@@ -190,7 +183,7 @@ def _chosen_by(flags: int) -> str:
     return next((way for name, way in ways.items() if flags & names[name]), "random")
 
 
-def _backends(maps: Maps, names: Names, of: str | None = None) -> list[BackendRow]:
+def _backends(maps: Maps, names: Names, of: str | None = None) -> list[reports.BackendRow]:
     table = maps["backends"].view(layout.dtype_of("backend"))
     limits = layout.abi_constants()
     rows = []
@@ -205,7 +198,7 @@ def _backends(maps: Maps, names: Names, of: str | None = None) -> list[BackendRo
         row = table[number]
         flags = int(row["flags"])
         rows.append(
-            BackendRow(
+            reports.BackendRow(
                 service=names.get(int(row["service"])),
                 service_id=int(row["service"]),
                 id=number,
@@ -226,7 +219,7 @@ def _address(row: Any) -> str:
     return layout.end_text(row, int(row["kind"]) & 0xFF)
 
 
-def _state(flags: int, failures: int, history: FailureHistory | None, now: float) -> str:
+def _state(flags: int, failures: int, history: reports.FailureHistory | None, now: float) -> str:
     """Returns the state of a backend as far as the maps have it. Only the agent knows when an ejection ends."""
     names = layout.abi_constants()
     if flags & names["BACKEND_PROBE_FAILED"]:
@@ -240,21 +233,21 @@ def _state(flags: int, failures: int, history: FailureHistory | None, now: float
     return f"failing: {history.text(now) if history else f'{failures} consecutive connections failed'}"
 
 
-def traffic(counted: Traffic, maps: Maps, names: Names, *, by_backend: bool) -> list[TrafficRow]:
+def traffic(counted: Traffic, maps: Maps, names: Names, *, by_backend: bool) -> list[reports.TrafficRow]:
     """Returns rows of `dataplane.mode.Programmer.traffic`, of services with a name and any traffic."""
     if not counted.counting:
         return []
     table = maps["backends"].view(layout.dtype_of("backend"))
     if by_backend:
         return [
-            TrafficRow(row.service, row.traffic, row.address, row.protocol)
+            reports.TrafficRow(row.service, row.traffic, row.address, row.protocol)
             for row in _backends(maps, names)
             if row.service and row.traffic
         ]
     figures = counted.of_services(table["service"])
     busy = np.flatnonzero(figures.any(axis=1))
     found = zip(busy.tolist(), figures[busy].tolist(), strict=True)
-    return [TrafficRow(names[number], TrafficCounts(*row)) for number, row in found if number in names]
+    return [reports.TrafficRow(names[number], reports.TrafficCounts(*row)) for number, row in found if number in names]
 
 
 def _clock(maps: Maps) -> int:
@@ -281,10 +274,10 @@ def flow_state(flags: int, protocol: int) -> str:
     return "short" if protocol == Protocol.UDP else "opening"
 
 
-def _flow(key: Any, value: Any, family: int, names: Names) -> FlowRow:
+def _flow(key: Any, value: Any, family: int, names: Names) -> reports.FlowRow:
     constants, flags = layout.abi_constants(), int(value["flags"])
     state = flow_state(flags, int(key["protocol"]))
-    return FlowRow(
+    return reports.FlowRow(
         service=names.get(int(value["service"])),
         protocol=Protocol.name_of(int(key["protocol"])),
         client=layout.end_text(key, family, "saddr", "sport"),
