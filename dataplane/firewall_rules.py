@@ -15,6 +15,7 @@ from hybrid_proxy.dataplane.base_chains import BaseChain, is_foreign
 from hybrid_proxy.dataplane.saved_rules import BUILT_IN, QUOTED, target
 
 _ENDS: Final = re.compile(r"(?:^|\s)(drop|reject|dnat|redirect)\b", re.IGNORECASE)
+_SPARES: Final = re.compile(r"(?:^|\s)(notrack|accept)(?: comment .*)?$")
 _AWAY: Final = frozenset({"dnat", "redirect"})  # of these
 _WORD: Final = re.compile(r"[\w.:]+")
 _COUNTER: Final = re.compile(r"counter packets (\d+) bytes \d+")
@@ -51,13 +52,17 @@ class Rule(msgspec.Struct, frozen=True):
     @property
     def delete(self) -> str:
         """The command that removes it; empty: a policy, or a legacy rule."""
-        command = f"`{self.enter}nft delete rule {self.table} {self.chain} handle {self.handle}`"
-        return command if self.handle else ""
+        return f"`{self.enter}nft delete rule {self.table} {self.chain} handle {self.handle}`" if self.handle else ""
 
     @property
     def late(self) -> bool:
         """It meets packets after a mode that translates in netfilter."""
         return self.priority > DSTNAT and {"prerouting", "output"}.issuperset(self.hooks)
+
+    @property
+    def spares(self) -> bool:
+        """It drops nothing, and keeps packets from being translated."""
+        return bool(_SPARES.search(self.text))
 
     def __str__(self) -> str:
         return f"`{self.text}` in chain {self.chain} of table {self.table}"
@@ -141,7 +146,7 @@ def of_iptables(text: str, family: str) -> tuple[Rule, ...]:
 
 def takes(text: str, packet: Mapping[str, str], *, surely: bool = True) -> bool:
     """Return whether a rule takes a packet by what it says; `surely`: all of it is understood."""
-    said = _ENDS.split(_SAID.sub("", text))[0]
+    said = _ENDS.split(_SPARES.sub("", _SAID.sub("", text)))[0]
     words = [_OPTIONS.get(word, word) for word in _SET.sub(lambda found: found[1].replace(", ", ","), said).split()]
     named = False
     while words:
@@ -180,7 +185,8 @@ def _read_nft(chain: _Chain, line: str, handle: str) -> None:
     everything = _ALL.fullmatch(line)
     chain.left = int(everything[1]) if everything else None
     bare = QUOTED.sub("", line).partition(" comment ")[0].partition("#")[0]
-    if end := _ENDS.search(bare):
+    unled = chain.table.endswith(" nat") and all(map(is_foreign, chain.leads_to))
+    if (end := _ENDS.search(bare) or _SPARES.search(bare.rstrip())) and (end[1] != "accept" or unled):
         counter = _COUNTER.search(bare)
         chain.end(_COUNTER.sub("counter", line), counter and counter[1], away=end[1] in _AWAY, handle=handle)
     chain.leads_to.update(_JUMP.findall(bare))
@@ -199,7 +205,10 @@ def _rules(chains: Iterable[_Chain]) -> Iterator[Rule]:
             policy = [Rule(chain.table, chain.name, (), chain.policy, chain.left)] * bool(chain.policy)
             at = tuple(sorted({base.hook for base in by}))
             first = min(base.priority for base in by)
-            yield from (msgspec.structs.replace(rule, hooks=at, priority=first) for rule in (*policy, *chain.ends))
+            # What is accepted meets the chains behind all the same, but for those that this one leads to.
+            ours = not all(map(is_foreign, chain.leads_to))
+            rules = [rule for rule in (*policy, *chain.ends) if ours or not rule.spares or "notrack" in rule.text]
+            yield from (msgspec.structs.replace(rule, hooks=at, priority=first) for rule in rules)
 
 
 def _reached(base: _Chain, chains: Iterable[_Chain]) -> set[str]:

@@ -301,7 +301,7 @@ def _met(packet: Packet, row: ExplainAnswer, own: Sequence[str]) -> Iterator[Exp
     hook = "output" if packet.src in own else "forward"
     source = "" if row.masquerade and row.mode == "ebpf" else packet.src  # other modes masquerade after FORWARD
     for rule in read_rules(client=packet.src)[0]:
-        for end in row.backends if hook in rule.hooks and not rule.away else ():
+        for end in row.backends if hook in rule.hooks and not (rule.away or rule.spares) else ():
             host, _, port = end.rpartition(":")
             ends = (source, "", host.strip("[]"), port, packet.protocol.lower())
             met = dict(zip(FIELDS, ends, strict=True)) | {"state": "new"}

@@ -1966,6 +1966,21 @@ def test_a_pod_that_drops_what_comes_in_is_blamed_and_no_other_problem(clinic: C
     assert "other problem" not in found.verdict
 
 
+@only_in("nftables", "iptables")
+def test_a_rule_that_keeps_a_service_from_being_translated_is_named(clinic: Clinic, mode: str) -> None:
+    """Behind a rule of iptables that accepts, the chains of nftables follow, but not those that iptables leads to."""
+    table, target = ("raw", ("CT", "--notrack")) if mode == "nftables" else ("nat", ("ACCEPT",))
+    rule = ("PREROUTING", "-d", "10.96.0.0/16", "-j", *target)
+    clinic.run("node", "iptables-nft", "-t", table, "-I", *rule)
+    try:
+        found = clinic.doctor(NAME)[1]
+    finally:
+        clinic.run("node", "iptables-nft", "-t", table, "-D", *rule)
+    assert "keeps it from being translated" in found.verdict, found
+    worst = next(each for each in found.findings if each.mark == "problem")
+    assert worst.todo.startswith(f"`nft delete rule ip {table} PREROUTING handle "), found
+
+
 @only_in("ebpf", "nftables", "iptables")
 @pytest.mark.parametrize("everywhere", [False, True], ids=["in-backends", "in-the-client-too"])
 def test_rules_about_a_client_are_named_in_the_pods_that_drop(clinic: Clinic, everywhere: bool) -> None:

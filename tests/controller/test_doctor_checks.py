@@ -1494,6 +1494,23 @@ def test_a_rule_that_takes_packets_of_a_client_elsewhere_is_named(rule: Rule, se
     assert all("`hybrid-proxy trace --from 192.168.77.1 --to 192.168.77.2:30080`" in each.todo for each in named)
 
 
+@pytest.mark.parametrize(
+    ("text", "packets", "now", "named"),
+    [("ip daddr 10.96.0.0/16 notrack", None, 0, True), ("ip daddr 10.96.0.0/16 counter notrack", 7, 2, True),
+     ("ip daddr 10.96.0.0/16 counter notrack", 7, 0, False), ("ip daddr 10.97.0.0/16 notrack", None, 0, False)],
+)  # fmt: skip
+def test_a_rule_that_keeps_a_service_from_being_translated_is_likely(
+    text: str, packets: int | None, now: int, named: bool
+) -> None:
+    sparing = msgspec.structs.replace(rule("prerouting", text, packets), handle="2", priority=-300)
+    counted = {msgspec.structs.replace(sparing, packets=None): now} if now else {}
+    asked = facts(tried(A), tried(B), tried(VIP, pod="silent"), rules=(sparing,), counted=counted)
+    (found,) = (each for each in service(asked)[2] if each.mark == "problem")
+    assert (found.cause, text in found.text) == ("service-path", named)
+    assert found.todo.startswith("`nft delete rule inet fw c handle 2`") is named
+    assert not (named and found.certain)
+
+
 def test_what_a_rule_probably_blocks_is_not_well_and_what_it_does_not_is_not_named() -> None:
     """Nothing can be tried from that client; of a Service another address may be open."""
     fronts = (*OUTER.frontends, Frontend(Kind.LOAD_BALANCER, "198.51.100.7", 80, 0, 0))

@@ -161,6 +161,31 @@ COMMIT
     assert found.rule.table == "ip nat (legacy)"
 
 
+def test_a_map_of_verdicts_that_accepts_first_drops() -> None:
+    text = "table inet x {\n\tchain c {\n\t\tct state vmap { established : accept, invalid : drop }\n\t}\n}\n"
+    base = BaseChain("inet x", "c", "filter", "forward", rules=1, drops=False, packets=None)
+    assert [rule.spares for rule in of_nft(text, [base])] == [False]
+
+
+@pytest.mark.parametrize(
+    ("table", "chain", "lines", "spared"),
+    [("raw", "PREROUTING", ["ip daddr 10.96.0.0/16 counter packets 2 bytes 9 notrack"], True),
+     ("raw", "PREROUTING", ["ip daddr 10.96.0.9 accept"], False),
+     ("nat", "PREROUTING", ["ip daddr 10.96.0.9 counter packets 2 bytes 9 accept", "jump HP-SERVICES"], True),
+     ("nat", "PREROUTING", ['ip daddr 10.96.0.9 accept comment "x"', "jump HP-SERVICES"], True),
+     ("nat", "PREROUTING", ["jump HP-SERVICES", "ip daddr 10.96.0.9 accept"], False),
+     ("nat", "PREROUTING", ["ip daddr 10.96.0.9 accept", "jump CNI"], False)],
+)  # fmt: skip
+def test_rules_that_keep_packets_from_being_translated(table: str, chain: str, lines: list[str], spared: bool) -> None:
+    """In iptables' chains what accepts before the jump to a mode's chain does; in nftables' own, others follow."""
+    text = "\n".join(f"\t\t{line} # handle {number}" for number, line in enumerate(lines, 2))
+    base = BaseChain(f"ip {table}", chain, "filter", "prerouting", rules=2, drops=False, packets=None, priority=-300)
+    found = of_nft(f"table ip {table} {{\n\tchain {chain} {{\n{text}\n\t}}\n}}\n", [base])
+    assert [rule.spares for rule in found] == [True] * spared
+    packet = {"saddr": "10.0.0.9", "daddr": "10.96.0.9", "sport": "", "dport": "80", "l4proto": "tcp"}
+    assert all(takes(rule.text, packet) for rule in found)
+
+
 PACKET = {"saddr": "10.0.0.9", "daddr": "10.0.0.1", "sport": "", "dport": "8080", "l4proto": "tcp"}
 
 

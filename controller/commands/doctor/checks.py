@@ -862,11 +862,9 @@ def _connections(facts: ServiceFacts, node: NodeFacts) -> Iterator[Finding]:
         to_it = [each for each in direct if _host(each) == sick[0].source and each.place == "pod"]
         if to_it and all(each.outcome in (*LOST, *UNANSWERED) for each in to_it):
             pass  # it answers no pod either, which is a finding of its own
-        elif named := _of_each_host(facts, node, mine):  # in these pods
+        elif named := _of_each_host(facts, node, mine) or [(rule, mine) for rule in _explaining(facts, node, mine)[:1]]:
             for rule, those in named:
-                yield _blamed(facts, [rule], those, f"pod {sick[0].source} does not reach {_targets(those)}")
-        elif explaining := _explaining(facts, node, mine):
-            yield _blamed(facts, explaining, mine, text)
+                yield _blamed(facts, [rule], those, text.replace(_targets(mine), _targets(those)))
         else:
             may = _without_counter(facts, node, mine)[:1]
             text += "".join(f"; {_firewall(rule)} has {rule}, which may drop them" for rule in may)
@@ -903,7 +901,12 @@ def _connections(facts: ServiceFacts, node: NodeFacts) -> Iterator[Finding]:
         word = "refuses" if first.outcome == "refused" else FAILURES[first.outcome][0] + f" ({why})" * bool(why)
         text = f"every backend {good}, but " * (first not in shut) + f"{_end(first)} {word} {_from(bad)}"
         todo = f"`hybrid-proxy trace {_packets(first)}` follows a connection of this client, point by point"
-        yield Finding("problem", "service address", text, todo, "service-path", _is_sure(bad, facts))
+        hook = {"node": "output", "pod": "prerouting"}[first.place]
+        near = (each for each in facts.rules if each.spares and hook in each.hooks and _is_about(each, first, facts))
+        sparing = [each for each in near if each.packets is None or _idle(each, facts)[0]][:1]
+        text += "".join(f"; foreign rule {each} probably keeps it from being translated" for each in sparing)
+        todo = "; else ".join([*(each.delete for each in sparing), todo])
+        yield Finding("problem", "service address", text, todo, "service-path", not sparing and _is_sure(bad, facts))
     elif served:
         many = len({each.end for each in through}) > 1
         words = f"{_targets(through)} {_good_words(through, many=many)}, {_places(through)}"
@@ -932,7 +935,8 @@ def _outside(facts: ServiceFacts, node: NodeFacts, to: str) -> Iterator[Finding]
     unless a program sends them on itself. Of no client in particular rules count that name an address or a port.
     """
     ebpf, before = _serving(node) == {"ebpf"}, BEFORE if _relays(node) else BEFORE - {"input"}
-    own = [rule for rule in facts.rules if not (rule.away or rule.pod) and (facts.stranger or _END.search(rule.text))]
+    own = [rule for rule in facts.rules if not (rule.away or rule.pod or rule.spares)]
+    own = [rule for rule in own if facts.stranger or _END.search(rule.text)]
     met, past = dict[Rule, str](), dict[Rule, str]()  # and where to
     for port in facts.ports:
         inner = not facts.stranger or any(each.kind is not Kind.CLUSTER_IP for each in port.frontends)
@@ -954,12 +958,12 @@ def _outside(facts: ServiceFacts, node: NodeFacts, to: str) -> Iterator[Finding]
     who = facts.stranger or f"clients outside to {some([*dict.fromkeys(met.values())])}"
     if rules := sorted(met, key=lambda rule: _idle(rule, facts)):
         now = -_idle(rules[0], facts)[0]
-        text = f"on the way of {who} {_verb(rules, 'is', 'are')} {some(list(map(str, rules)), '; ')}"
+        text = f"{to} is probably blocked: " * bool(facts.packet)
+        text += f"on the way of {who} {_verb(rules, 'is', 'are')} {some(list(map(str, rules)), '; ')}"
         text += f"; the first counted {several(now, 'packet')} just now" * (now > 0)
-        mark: Mark = "problem" if facts.packet else "warning"  # of a Service, another address may be open
-        text = f"{to} is probably blocked: " * bool(facts.packet) + text
         options = f"--from {facts.stranger} " * bool(facts.stranger) + f"--to {met[rules[0]]}"
         todo = f"{_accept(rules[0], 'these clients')}; `hybrid-proxy trace {options}` shows what gets past it"
+        mark: Mark = "problem" if facts.packet else "warning"  # of a Service, another address may be open
         yield Finding(mark, "firewall", text, todo, "firewall", certain=False)
     if facts.stranger and (spared := [str(rule) for rule in past if rule not in met]):
         text = f"not on the way of {who}: mode ebpf sends these packets on past FORWARD: {some(spared, '; ')}"
@@ -1034,7 +1038,7 @@ def _rules_at(facts: ServiceFacts, node: NodeFacts, failed: Sequence[Tried], rul
     ends, known = ({_host(each) for each in rows} | {each.source for each in rows} for rows in (failed, facts.tried))
 
     def may_be_met(rule: Rule) -> bool:
-        if rule.pod and not any(each <= {*rule.pod} for each in (sources, hosts)):
+        if rule.spares or (rule.pod and not any(each <= {*rule.pod} for each in (sources, hosts))):
             return False
         named = known.intersection(_WORD.findall(rule.text))
         own = rule in facts.counted and any(each.via == "service" for each in failed)  # see `_away`
@@ -1071,8 +1075,7 @@ def _explaining(facts: ServiceFacts, node: NodeFacts, failed: Sequence[Tried]) -
 def _of_each_host(facts: ServiceFacts, node: NodeFacts, failed: Sequence[Tried]) -> list[tuple[Rule, list[Tried]]]:
     """Rules in pods that explain why connections to one host failed, with these."""
     hosts = [[each for each in failed if _host(each) == host] for host in dict.fromkeys(map(_host, failed))]
-    pairs = [(rule, those) for those in hosts for rule in _explaining(facts, node, those)[:1]]
-    return [pair for pair in pairs if pair[0].pod]
+    return [(rule, those) for those in hosts for rule in _explaining(facts, node, those)[:1] if rule.pod]
 
 
 def _without_counter(facts: ServiceFacts, node: NodeFacts, failed: Sequence[Tried]) -> list[Rule]:
@@ -1358,8 +1361,7 @@ def _count_it(rule: Rule) -> str:
     """How to have it count, in nft's words."""
     if rule.text == "policy drop":
         return f"`{rule.enter}nft add rule {rule.table} {rule.chain} counter` counts what the policy gets"
-    lists = f"`{rule.enter}nft -a list chain {rule.table} {rule.chain}`"
-    return f"replace it by one with `counter` before the verdict ({lists})"
+    return f"give it a `counter` before the verdict (`{rule.enter}nft -a list chain {rule.table} {rule.chain}`)"
 
 
 def _verb(items: Sequence[object], one: str, several: str) -> str:
