@@ -24,17 +24,8 @@ from typing import Final
 
 from msgspec.structs import replace
 
+from hybrid_proxy.controller.agent import modes
 from hybrid_proxy.controller.agent.draining import Draining
-from hybrid_proxy.controller.agent.modes import (
-    clean_others,
-    collect,
-    forget_connections,
-    left_here,
-    open_first,
-    open_mode,
-    outlived,
-    remembered,
-)
 from hybrid_proxy.controller.serving.protocol import ModeStatus, Switch
 from hybrid_proxy.controller.settings.config import Config, available_modes
 from hybrid_proxy.dataplane.errors import DataplaneError, Unsupported
@@ -116,7 +107,7 @@ class ActiveMode:
         """
         config = self.config
         options = replace(config.options, all_or_nothing=self.phase is Phase.REPLACING, names=self._names)
-        self.programmer, self.choice = open_first(
+        self.programmer, self.choice = modes.open_first(
             config.mode, options, self._request_maintenance, strict=config.hybrid.strict_mode, failed=self._failed,
             release=self.draining.release,
         )  # fmt: skip
@@ -181,14 +172,14 @@ class ActiveMode:
         Their flows keep the ports of this node that they have.
         """
         drains = {row.mode for row in self.draining.rows()}
-        names = sorted(left_here(self.choice.effective, self.config.options), key=drains.__contains__)
-        return [client for name in names for client in remembered(name, table, self.config.options)]
+        names = sorted(modes.left_here(self.choice.effective, self.config.options), key=drains.__contains__)
+        return [client for name in names for client in modes.remembered(name, table, self.config.options)]
 
     def take_over(self, table: ServiceTable) -> None:
         """Let former modes accept no new flows, and remove those whose flows go on without them."""
         options, effective = self.config.options, self.choice.effective
         self.draining.timeout = self.config.hybrid.drain_timeout
-        others = left_here(effective, options)
+        others = modes.left_here(effective, options)
         self._removing.update(others)
         for name in others:
             self._drain(name, table)
@@ -196,12 +187,12 @@ class ActiveMode:
             self._clean(over)
         self._removing.difference_update(others)
         if others:
-            threading.Thread(target=forget_connections, args=(effective,), name="forget", daemon=True).start()
-        threading.Thread(target=collect, args=(options,), name="collect", daemon=True).start()
+            threading.Thread(target=modes.forget_connections, args=(effective,), name="forget", daemon=True).start()
+        threading.Thread(target=modes.collect, args=(options,), name="collect", daemon=True).start()
 
     def _clean(self, names: Collection[str]) -> None:
         """Remove everything of former modes; any thread."""
-        for name, count in clean_others(self.choice.effective, names, self.config.options).items():
+        for name, count in modes.clean_others(self.choice.effective, names, self.config.options).items():
             log.info("removed %s that mode %s had left here", several(count, "thing"), name)
         self._put(lambda: self.programmer.other_mode_stopped())  # noqa: PLW0108 (of the mode that is open by then)
 
@@ -215,9 +206,9 @@ class ActiveMode:
         """Drain a former mode if its flows would end with it; otherwise close it."""
         self._unopened.discard(name)
         try:
-            if not outlived(name, self.choice.effective):
+            if not modes.outlived(name, self.choice.effective):
                 if name not in self.draining.names:
-                    self.draining.keep(open_mode(name).open(self.config.options, lambda: None))
+                    self.draining.keep(modes.open_mode(name).open(self.config.options, lambda: None))
                 self.draining.start(name, table)
                 return
         except Unsupported as error:
@@ -239,7 +230,7 @@ class ActiveMode:
             time.sleep(ANSWERS_SECONDS)
             self._clean((name,))
             self._removing.discard(name)
-            forget_connections(self.choice.effective)
+            modes.forget_connections(self.choice.effective)
 
         self._removal = threading.Thread(target=remove, name="clean", daemon=True)
         self._removal.start()

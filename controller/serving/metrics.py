@@ -45,8 +45,6 @@ class Metrics:
     Args:
         status: called once for each scrape, in the server's thread; None: the loop does not answer.
         traffic: of the dataplane, called likewise.
-        counters: the loop's counters.
-        health: of the proxy.
     """
 
     def __init__(

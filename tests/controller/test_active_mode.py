@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from hybrid_proxy.controller.agent import active_mode
+from hybrid_proxy.controller.agent import active_mode, modes
 from hybrid_proxy.controller.agent.active_mode import TRANSITIONS, ActiveMode, Input, Phase
 from hybrid_proxy.controller.serving.protocol import ModeStatus
 from hybrid_proxy.controller.settings.config import Config
@@ -65,7 +65,7 @@ def broken(monkeypatch: pytest.MonkeyPatch) -> set[str]:
                 return Fake(name), ModeStatus(requested, name)
         raise Unsupported("every mode", "broken")
 
-    monkeypatch.setattr(active_mode, "open_first", open_first)
+    monkeypatch.setattr(modes, "open_first", open_first)
     return names
 
 
@@ -108,8 +108,8 @@ def test_a_drained_mode_is_a_former_one_until_nothing_of_it_is_left(
 ) -> None:
     cleaned: list[frozenset[str]] = []
     monkeypatch.setattr(active_mode, "ANSWERS_SECONDS", 0.0)
-    monkeypatch.setattr(active_mode, "forget_connections", lambda name: None)
-    monkeypatch.setattr(active_mode, "clean_others", lambda *_: cleaned.append(mode.former_modes) or {})
+    monkeypatch.setattr(modes, "forget_connections", lambda name: None)
+    monkeypatch.setattr(modes, "clean_others", lambda *_: cleaned.append(mode.former_modes) or {})
     mode.programmed()
     mode.replace(config("other"))
     mode.programmed()
@@ -167,11 +167,11 @@ def cleaned(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         names.extend(over)
         return dict.fromkeys(over, 1)
 
-    monkeypatch.setattr(active_mode, "left_here", lambda *_: ("left",))
-    monkeypatch.setattr(active_mode, "outlived", lambda *_: False)
-    monkeypatch.setattr(active_mode, "clean_others", clean_others)
-    monkeypatch.setattr(active_mode, "forget_connections", lambda *_, **__: None)
-    monkeypatch.setattr(active_mode, "collect", lambda *_: None)
+    monkeypatch.setattr(modes, "left_here", lambda *_: ("left",))
+    monkeypatch.setattr(modes, "outlived", lambda *_: False)
+    monkeypatch.setattr(modes, "clean_others", clean_others)
+    monkeypatch.setattr(modes, "forget_connections", lambda *_, **__: None)
+    monkeypatch.setattr(modes, "collect", lambda *_: None)
     return names
 
 
@@ -182,8 +182,8 @@ def test_a_mode_before_that_need_not_drain_is_removed_at_once(
     def open_it(*_: object) -> Programmer:
         raise Unsupported("a feature", "not here")
 
-    monkeypatch.setattr(active_mode, "outlived", lambda *_: not unable)
-    monkeypatch.setattr(active_mode, "open_mode", lambda _: SimpleNamespace(open=open_it))
+    monkeypatch.setattr(modes, "outlived", lambda *_: not unable)
+    monkeypatch.setattr(modes, "open_mode", lambda _: SimpleNamespace(open=open_it))
     mode.programmed()
     mode.take_over(EMPTY)
     assert (cleaned, mode.draining.names) == (["left"], frozenset())
@@ -200,7 +200,7 @@ def test_a_mode_before_that_cannot_be_opened_to_drain_is_tried_again(
             raise answer
         return answer
 
-    monkeypatch.setattr(active_mode, "open_mode", lambda _: SimpleNamespace(open=open_it))
+    monkeypatch.setattr(modes, "open_mode", lambda _: SimpleNamespace(open=open_it))
     mode.programmed()
     mode.take_over(EMPTY)
     assert (cleaned, mode.draining.names) == ([], frozenset())
@@ -219,7 +219,7 @@ def test_a_mode_before_that_is_chosen_again_is_not_opened_to_drain(
         raise DataplaneError("not now")
 
     tries: list[int] = []
-    monkeypatch.setattr(active_mode, "open_mode", lambda _: SimpleNamespace(open=open_it))
+    monkeypatch.setattr(modes, "open_mode", lambda _: SimpleNamespace(open=open_it))
     mode.programmed()
     mode.take_over(EMPTY)
     assert mode.replace(config("left")) is None

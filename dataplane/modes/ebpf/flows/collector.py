@@ -117,7 +117,6 @@ class FlowGC:
     """A thread that waits for grace periods, resets connections and scans flows, in this order whenever it wakes.
 
     Args:
-        maps: by name.
         sweep: descriptor of the program that deletes idle flows.
         clock: descriptor of the program that returns the time of time stamps.
         hz: ticks of that time per second.

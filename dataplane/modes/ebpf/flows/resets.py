@@ -66,8 +66,6 @@ class Resets:
     """Resets the connections to endpoints that are gone.
 
     Args:
-        maps: by name.
-        forget: deletes flows.
         wake: has the collector's thread call `run`.
 
     Attributes:

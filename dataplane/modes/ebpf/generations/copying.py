@@ -68,10 +68,8 @@ class FlowTable:
     Args:
         former: the map that the former programs write.
         ours: the map that takes its place.
-        rows: converts a row.
         reply: the former flag of the backend's half of a flow; 0: these are no flows.
         dsr: that of a flow with direct server return.
-        family: of the flows.
 
     Attributes:
         unsuitable: names of rows that cannot be expressed in our layout.

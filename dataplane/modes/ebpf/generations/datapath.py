@@ -41,9 +41,6 @@ class Datapath:
     """The programs in use, and the maps that grow with the service table.
 
     Args:
-        maps: the open set.
-        loader: loads programs on these maps.
-        attachments: where programs run.
         upper: bounds of the maps that grow.
         reading: held by threads that read maps, and here while maps are replaced.
         replaced: called when maps have been replaced.

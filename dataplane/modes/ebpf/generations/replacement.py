@@ -67,10 +67,6 @@ class Succession:
 
     The maps are made and filled at once. `run` does the rest once the first table is written to them.
 
-    Args:
-        folder: of our pins.
-        options: the sizes of our maps.
-
     Attributes:
         former: the folder of the former generation; None: it is ours, or there is none.
         plan: what becomes of each map, and the steps.

@@ -37,9 +37,7 @@ class Attachments:
     """All programs that are attached, and the maps that describe the node to them.
 
     Args:
-        folder: of the pins.
         options: which interfaces and sockets are served.
-        maps: the open set.
         load_xdp: loads the programs for drivers; called when the first device qualifies.
 
     Attributes:

@@ -140,7 +140,6 @@ class NodeMaps:
     """The maps that describe the node to the programs, and what was written to them last.
 
     Args:
-        maps: by name.
         row: the element of map `node`, shared with the kernel.
     """
 

@@ -133,7 +133,6 @@ class Plan:
         sizes: entries of each map by name.
         used: ids and slots that the previous agent handed out.
         adopt: finds what the previous agent installed for a service port; None: there was no agent.
-        rings: their bounds.
         stamp: number of the last grace period that was needed.
     """
 

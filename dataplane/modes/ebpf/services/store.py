@@ -39,7 +39,6 @@ class Store:
     Args:
         maps: the open set. If they were adopted, the first `apply` adopts what the previous agent wrote.
         hz: jiffies per second, for affinity times.
-        rings: their bounds.
     """
 
     def __init__(self, maps: MapSet, hz: int, *, rings: Rings = RINGS) -> None:

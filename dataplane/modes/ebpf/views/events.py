@@ -88,8 +88,6 @@ class PacketLog:
     """Keeps the latest events. Until they are taken, the programs' ring buffer keeps more than the journal does.
 
     Args:
-        maps: the open set.
-        store: knows addresses and backends.
         names: returns the service of each id; called when there are events, because it lists all services.
     """
 

@@ -26,12 +26,7 @@ log = logging.getLogger(__name__)
 
 
 class Reports:
-    """Reads what the other parts know.
-
-    Args:
-        options: of the mode.
-        maps, store, datapath, attachments, gc, failover, fast_path: the parts of the mode.
-    """
+    """Reads what the other parts know."""
 
     def __init__(
         self, options: Options, maps: MapSet, store: Store, datapath: Datapath, attachments: Attachments, gc: FlowGC,
