@@ -490,6 +490,20 @@ def test_a_client_alone_that_is_cut_off_is_named() -> None:
     assert [each.cause for each in findings if each.mark == "problem"] == ["endpoint-route"]
 
 
+@pytest.mark.parametrize(
+    ("other", "client", "mark"),
+    [("answered", "", "warning"), ("silent", "", "problem"), ("answered", "10.0.0.9", "problem")],
+    ids=["another pod is well", "it fails, too", "it was named"],
+)
+def test_a_client_that_doctor_chose_is_no_problem_of_the_service(other: Outcome, client: str, mark: str) -> None:
+    elsewhere = by("10.0.0.8", *tried(A, pod=other), *tried(B, pod=other), *tried(VIP, pod=other))
+    misled = {"10.0.0.9": ("its pod has no default route", "")}
+    _, _, findings = service(facts(*LOST, elsewhere, astray=misled, client=client))
+    (found,) = (each for each in findings if each.subject == "routes")
+    assert (found.mark, found.text.startswith("pod 10.0.0.9 as a client: the way")) == (mark, mark == "warning")
+    assert [each.cause for each in findings if each.mark == "problem" and mark == "warning"] == []
+
+
 LEFT_RULES = f"{LEFT}chain KUBE-SERVICES in ip nat here{ITS_RULES} send clients astray"
 IN_PLACE = dataplane(ebpf=msgspec.structs.replace(ebpf(), sockets=SocketHooks("/sys/fs/cgroup", "")))
 # fmt: off

@@ -691,9 +691,13 @@ def _links(facts: ServiceFacts) -> Iterator[Finding]:
             text = f"the link of {where} ({each.interface}) dropped {several(each.drops, 'packet')} just now"
             text += f"; the pod takes up to {each.sends} bytes, the node sends {each.mtu}" * (0 < each.sends < each.mtu)
             yield Finding("warning", "links", text, f"`ip -s link show {each.interface}` counts them", "drops")
+    ends = {end.address for port in facts.ports for end in _ends(port)}
     for address, (why, todo) in _misled(facts).items():
-        text, sure = f"the way to {address} is wrong: {why}", not why.endswith("?")
-        yield Finding("problem", "routes", text, todo, "endpoint-route", sure, 1)
+        others = [each for each in facts.tried if each.source != address]  # no other client meets what is wrong
+        spared = address not in ends and address != facts.client and any(each.place == "pod" for each in others)
+        mark: Mark = "warning" if spared and all(map(is_good, others)) else "problem"
+        text = f"pod {address} as a client: " * (mark == "warning") + f"the way to {address} is wrong: {why}"
+        yield Finding(mark, "routes", text, todo, "endpoint-route", not why.endswith("?"), 1)
 
 
 def _misled(facts: ServiceFacts) -> dict[str, tuple[str, str]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import itertools
-from collections.abc import Container, Iterable, Iterator, Sequence
+from collections.abc import Collection, Container, Iterable, Iterator, Sequence
 from ipaddress import ip_address, ip_network
 from typing import Final
 
@@ -104,8 +104,10 @@ def _with_connections(args: argparse.Namespace, services: Sequence[ServiceFacts]
         asked = dict.fromkeys(attempt.address for attempt in mine if attempt.via == "service")
         ways.append(astray(ours, sources, asked, pods, interfaces, uplinks, node.facts.missing))
     syns = try_all(repeats(tried), REPEAT_SECONDS)
+    misled = {address for way in ways for address in way}
     others = [Origin("pod", pod.path, pod.addresses) for pod in pods if pod not in clients]
-    second = _by_another_pod(tried.values(), attempts, others)
+    others.sort(key=lambda pod: not misled.isdisjoint(pod.addresses))
+    second = _by_another_pod(tried.values(), attempts, others, misled)
     again = try_all(second, args.timeout) if second else {}
     after = {pod: link_of(pod, own, interfaces) for pod in before}
     counters = counted(rules, rules_here(guarded, source)[0]) if any(rule.packets is not None for rule in rules) else {}
@@ -282,13 +284,19 @@ def _ends(facts: ServiceFacts) -> dict[str, bool]:
     return {end.address: end.local for port in facts.ports for each in port.backend_sets for end in each.backends}
 
 
-def _by_another_pod(tried: Iterable[Tried], attempts: Iterable[Attempt], pods: Sequence[Origin]) -> list[Attempt]:
-    """The connections to backends that only a pod failed to make, from another pod: is it that one, or this node?"""
+def _by_another_pod(
+    tried: Collection[Tried], attempts: Iterable[Attempt], pods: Sequence[Origin], misled: Container[str]
+) -> list[Attempt]:
+    """The connections to backends that only a pod failed to make, from another pod: is it that one, or this node?
+
+    Of a pod whose way is wrong (`misled`) those to services, too.
+    """
     lost = {(each.end, each.source) for each in lost_on_the_way([each for each in tried if each.via == "backend"])}
+    lost |= {(each.end, each.source) for each in tried if each.via == "service" and each.source in misled}
     found = []
     for each in attempts:
         family, end = family_of(each.address), (socket_text(each.address, each.port), each.protocol)
-        if each.via == "backend" and (end, each.origin.address(family)) in lost:
+        if (end, each.origin.address(family)) in lost:
             not_these = ("", each.origin.address(family))
             others = (pod for pod in pods if pod.address(family) not in not_these and each.address not in pod.addresses)
             found += [each._replace(origin=pod) for pod in itertools.islice(others, 1)]
