@@ -260,7 +260,7 @@ def test_one_switch_after_the_other(node: Node, modes: Sequence[str], looked_at:
 
 # At each step of a switch: where the agent's code is, and whether it dies before the call or after it.
 STEPS = {
-    "the next mode is open": ("hybrid_proxy.controller.agent.active_mode:open_first", "after"),
+    "the next mode is open": ("hybrid_proxy.controller.agent.modes:open_first", "after"),
     "its maps are filled": ("hybrid_proxy.dataplane.modes.ebpf.programmer:Ebpf._attach", "before"),
     "ebpf has programmed": ("hybrid_proxy.dataplane.modes.ebpf.programmer:Ebpf.sync", "after"),
     "nftables has programmed": ("hybrid_proxy.dataplane.modes.nftables.programmer:Nftables.sync", "after"),
@@ -271,7 +271,7 @@ STEPS = {
     "some pins are gone": ("pathlib:Path.unlink", "after"),
     "ebpf drains": ("hybrid_proxy.dataplane.modes.ebpf.programmer:Ebpf.drain", "before"),
     "nftables drains": ("hybrid_proxy.dataplane.modes.nftables.programmer:Nftables.drain", "before"),
-    "it is gone": ("hybrid_proxy.controller.agent.active_mode:clean_others", "after"),
+    "it is gone": ("hybrid_proxy.controller.agent.modes:clean_others", "after"),
 }
 WRAPPER = """
 import importlib, os, runpy, signal, sys
