@@ -96,7 +96,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     args = _parsed(sys.argv[1:] if arguments is None else arguments)
     _use_all_descriptors()
     try:
-        code = entries()[args.command].load().run(args)
+        code = _call(args)
         sys.stdout.flush()
     except (ConfigError, OtherSource) as error:
         _say(f"hybrid-proxy {args.command}: {error}")
@@ -113,6 +113,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         _say(f"hybrid-proxy {args.command}: {_of_the_kernel(error)}")
         return FAILED
     return code
+
+
+def _call(args: argparse.Namespace) -> int:
+    return entries()[args.command].load().run(args)
 
 
 def _use_all_descriptors() -> None:
