@@ -211,8 +211,8 @@ _TYPES: Final[Mapping[str, type[model.Object]]] = {
 def _snapshot(files: Iterable[tuple[str, _File]], last: _Snapshot, names: Mapping[_Name, tuple[str, ...]]) -> _Snapshot:
     """Merges files: of objects of a name, the first in the file that had it first counts: another takes nothing over.
 
-    `last` has the last good version of an object that is refused. `names` has these files of each name; objects that
-    are not in it are left out.
+    `last` has the last good version of an object that is refused. `names` has these files of each name; other
+    objects are skipped.
     """
     objects: dict[_Name, model.Object] = {}
     refused: set[_Name] = set()

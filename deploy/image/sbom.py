@@ -6,7 +6,7 @@ import re
 import subprocess
 from importlib.metadata import PackageMetadata, distributions
 from pathlib import Path
-from typing import Any
+from typing import NotRequired, TypedDict
 from urllib.parse import quote
 
 COPYRIGHTS = Path("/usr/share/doc")
@@ -20,13 +20,28 @@ SPDX |= {name: name for name in (*SPDX.values(), "ISC", "X11", "curl", "FSFAP", 
 FIELDS = ("binary:Package", "Version", "Architecture", "source:Package", "source:Version")
 
 
-def component(purl: str, name: str, version: str, licences: list[dict[str, Any]]) -> dict[str, Any]:
+class Licence(TypedDict, total=False):
+    """CycloneDX's choice: a `license` by its `id` or its `name`, or an SPDX `expression`."""
+
+    license: dict[str, str]
+    expression: str
+
+
+Component = TypedDict(
+    "Component",
+    {"type": str, "bom-ref": str, "name": str, "version": str, "purl": str, "licenses": NotRequired[list[Licence]]},
+)
+
+
+def component(purl: str, name: str, version: str, licences: list[Licence]) -> Component:
     """One of the SBOM; its address is unique, and so its reference."""
-    made = {"type": "library", "bom-ref": purl, "name": name, "version": version, "purl": purl}
-    return made | ({"licenses": licences} if licences else {})
+    made: Component = {"type": "library", "bom-ref": purl, "name": name, "version": version, "purl": purl}
+    if licences:
+        made["licenses"] = licences
+    return made
 
 
-def of_python(about: PackageMetadata) -> list[dict[str, Any]]:
+def of_python(about: PackageMetadata) -> list[Licence]:
     """What a package of Python says of its licence."""
     if "License-Expression" in about:
         text = about["License-Expression"]
@@ -36,7 +51,7 @@ def of_python(about: PackageMetadata) -> list[dict[str, Any]]:
     return [named(each.rpartition(" :: ")[2]) for each in classified or about.get_all("License", [])]
 
 
-def of_debian(package: str) -> list[dict[str, Any]]:
+def of_debian(package: str) -> list[Licence]:
     """The licences in the copyright file of a package, if that is written for programs (DEP 5)."""
     file = COPYRIGHTS / package / "copyright"
     text = file.read_text(errors="replace") if file.exists() else ""
@@ -44,7 +59,7 @@ def of_debian(package: str) -> list[dict[str, Any]]:
     return list({str(each): each for each in map(named, sorted(set(found)))}.values())  # Expat and MIT are one
 
 
-def named(licence: str) -> dict[str, Any]:
+def named(licence: str) -> Licence:
     """By SPDX's identifier where there is one, otherwise by the name that its package has for it."""
     if gnu := re.fullmatch(r"(AGPL-3|L?GPL-[23]|GPL-1|LGPL-2\.1)(?:\.0)?(\+?)", licence):
         name, later = gnu.groups()
@@ -52,7 +67,7 @@ def named(licence: str) -> dict[str, Any]:
     return {"license": {"id": SPDX[licence]} if licence in SPDX else {"name": licence}}
 
 
-def debian(distribution: str) -> list[dict[str, Any]]:
+def debian(distribution: str) -> list[Component]:
     """What dpkg has installed. Scanners look for holes by the name and the version of a package's source."""
     form = "${db:Status-Abbrev}\\t" + "\\t".join(f"${{{field}}}" for field in FIELDS) + "\\n"
     listed = subprocess.run(["dpkg-query", "-W", "-f", form], stdout=subprocess.PIPE, text=True, check=True).stdout
@@ -71,7 +86,7 @@ def debian(distribution: str) -> list[dict[str, Any]]:
     return found
 
 
-def python() -> list[dict[str, Any]]:
+def python() -> list[Component]:
     """What the interpreter finds."""
     known = {each.name.lower().replace("_", "-").replace(".", "-"): each for each in distributions()}
     return [
@@ -91,7 +106,7 @@ def main() -> None:
         "metadata": {"component": {"type": "container", "bom-ref": "image", "name": "hybrid-proxy"}},
         "components": [
             {"type": "operating-system", "bom-ref": "system", "name": system, "version": version},
-            *sorted(packages, key=lambda package: str(package["purl"])),
+            *sorted(packages, key=lambda package: package["purl"]),
         ],
     }
     print(json.dumps(bom, indent=1))

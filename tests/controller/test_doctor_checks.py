@@ -1364,7 +1364,7 @@ def test_what_one_edit_changed_is_told_once() -> None:
     ("state", "own", "told_of"), [("3 failed", True, False), ("3 failed", False, True), ("ejected for 8 s", True, True)]
 )
 def test_failures_of_doctor_itself_are_not_told(state: str, own: bool, told_of: bool) -> None:
-    """That a backend is ejected is a finding whoever caused it: clients are led elsewhere."""
+    """An ejected backend is a finding, whoever caused the ejection: its clients go to other backends."""
     row = Ejection("shop/web:http", A, ejected=state.startswith("ejected"), seconds=8.0, state=state)
     node = msgspec.structs.replace(WELL, ejections=(row,), own_failures=frozenset({A} if own else ()))
     found = service(facts(*GOOD), node)[2]

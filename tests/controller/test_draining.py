@@ -73,14 +73,14 @@ def ended() -> list[str]:
 
 
 @pytest.fixture
-def told() -> list[tuple[str, str]]:
+def reports() -> list[tuple[str, str]]:
     return []
 
 
 @pytest.fixture
-def modes(ended: list[str], told: list[tuple[str, str]], monkeypatch: pytest.MonkeyPatch) -> Iterator[Draining]:
+def modes(ended: list[str], reports: list[tuple[str, str]], monkeypatch: pytest.MonkeyPatch) -> Iterator[Draining]:
     monkeypatch.setattr(draining, "COUNT_SECONDS", 0.01)
-    made = Draining(ended.append, lambda *event: told.append(event))
+    made = Draining(ended.append, lambda *event: reports.append(event))
     yield made
     made.close()
 
@@ -99,10 +99,10 @@ def test_what_is_only_kept_goes_on_serving(modes: Draining, left: Mode) -> None:
 
 @pytest.mark.parametrize("cut", [False, True], ids=["over", "out of time"])
 def test_it_ends_once_with_its_last_flow_or_its_time(
-    modes: Draining, left: Mode, ended: list[str], told: list[tuple[str, str]], cut: bool
+    modes: Draining, left: Mode, ended: list[str], reports: list[tuple[str, str]], cut: bool
 ) -> None:
     modes.start("left", TABLE)
-    until(lambda: told, "its begin is reported")
+    until(lambda: reports, "its begin is reported")
     assert ([row.flows for row in modes.rows()], ended) == ([{"TCP": 2, "UDP": 0}], [])
     left.flows = {"UDP": 1} if cut else {}
     modes.timeout = 0.01 if cut else 0.0
@@ -112,51 +112,53 @@ def test_it_ends_once_with_its_last_flow_or_its_time(
     assert not counted.wait(0.1)
     modes.end("left")
     assert (ended, left.calls, modes.names) == (["left"], ["abandon", "close"], frozenset())
-    (begin, began), (end, note) = told
+    (begin, began), (end, note) = reports
     assert (begin, end) == ("Draining", "Drained")
     assert "2 TCP flows" in began
     assert "2 TCP flows" in note
     assert ("1 UDP flow ends" in note) == cut
 
 
-def test_a_mode_without_flows_is_said_to_have_none(modes: Draining, left: Mode, told: list[tuple[str, str]]) -> None:
+def test_a_mode_without_flows_is_said_to_have_none(modes: Draining, left: Mode, reports: list[tuple[str, str]]) -> None:
     left.flows = {"TCP": 0}
     modes.start("left", TABLE)
-    until(lambda: told, "its begin is reported")
-    assert told[0] == ("Draining", "mode left drains: it has no flows")
+    until(lambda: reports, "its begin is reported")
+    assert reports[0] == ("Draining", "mode left drains: it has no flows")
 
 
 @pytest.mark.parametrize(("flows", "lines"), [({"TCP": 0}, 0), ({"TCP": 2}, 2)])
 def test_the_log_says_of_flows_alone_how_a_mode_drains(
-    modes: Draining, left: Mode, ended: list[str], told: list[tuple[str, str]], flows: dict[str, int], lines: int,
+    modes: Draining, left: Mode, ended: list[str], reports: list[tuple[str, str]], flows: dict[str, int], lines: int,
     caplog: pytest.LogCaptureFixture,
 ) -> None:  # fmt: skip
     caplog.set_level("INFO")
     left.flows = flows
     modes.start("left", TABLE)
-    until(lambda: told, "its begin is reported")
+    until(lambda: reports, "its begin is reported")
     left.flows = {}
     until(lambda: ended, "its end is found")
     modes.end("left")
-    assert [record.getMessage() for record in caplog.records] == [note for _, note in told if lines]
-    assert len(told) == 2
+    assert [record.getMessage() for record in caplog.records] == [note for _, note in reports if lines]
+    assert len(reports) == 2
 
 
-def test_ports_are_reserved_before_flows_are_counted(modes: Draining, left: Mode, told: list[tuple[str, str]]) -> None:
+def test_ports_are_reserved_before_flows_are_counted(
+    modes: Draining, left: Mode, reports: list[tuple[str, str]]
+) -> None:
     left.open_flows = lambda table: {"TCP": left.reserved}  # type: ignore[method-assign]
     modes.start("left", TABLE)
-    until(lambda: told, "its begin is reported")
-    assert told[0] == ("Draining", "mode left drains: 1 TCP flow goes on until it is over")
+    until(lambda: reports, "its begin is reported")
+    assert reports[0] == ("Draining", "mode left drains: 1 TCP flow goes on until it is over")
 
 
 def test_the_end_of_a_mode_that_had_no_flow_says_so(
-    modes: Draining, left: Mode, ended: list[str], told: list[tuple[str, str]]
+    modes: Draining, left: Mode, ended: list[str], reports: list[tuple[str, str]]
 ) -> None:
     left.flows = {"TCP": 0}
     modes.start("left", TABLE)
     until(lambda: ended, "its end is found")
     modes.end("left")
-    assert told[-1] == ("Drained", "mode left is gone: it had no flows")
+    assert reports[-1] == ("Drained", "mode left is gone: it had no flows")
 
 
 def test_since_when_it_drains_does_not_change_with_the_next_switch(modes: Draining, left: Mode) -> None:
