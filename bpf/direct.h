@@ -8,6 +8,7 @@
 #include "follow.h"
 #include "node.h"
 #include "renew.h"
+#include "socket_storage.h"
 
 /* Does no flow have the tuple of a direct datagram's answers? Then none of a service takes it for a while. */
 INLINE int note_direct(struct __sk_buff *skb, struct scratch *space, const bool v6)
@@ -125,27 +126,55 @@ INLINE enum step first_reply(struct __sk_buff *skb, struct scratch *space, const
 	return STEP_FOLLOW;
 }
 
+/* Fills the key of the node's socket that a packet is for; returns its size. */
+INLINE __u32 socket_key(struct bpf_sock_tuple *key, const struct tuple *t, const bool v6)
+{
+	if (v6) {
+		copy_address(key->ipv6.saddr, t->saddr);
+		copy_address(key->ipv6.daddr, t->daddr);
+		key->ipv6.sport = t->sport;
+		key->ipv6.dport = t->dport;
+		return sizeof(key->ipv6);
+	}
+	key->ipv4.saddr = t->saddr[0];
+	key->ipv4.daddr = t->daddr[0];
+	key->ipv4.sport = t->sport;
+	key->ipv4.dport = t->dport;
+	return sizeof(key->ipv4);
+}
+
 INLINE bool has_socket(struct __sk_buff *skb, const struct tuple *t, const bool v6)
 {
 	struct bpf_sock_tuple key = {};
-	struct bpf_sock *sk;
+	__u32 size = socket_key(&key, t, v6);
+	struct bpf_sock *sk = bpf_skc_lookup_tcp(skb, &key, size, BPF_F_CURRENT_NETNS, 0);
 
-	if (v6) {
-		copy_address(key.ipv6.saddr, t->saddr);
-		copy_address(key.ipv6.daddr, t->daddr);
-		key.ipv6.sport = t->sport;
-		key.ipv6.dport = t->dport;
-	} else {
-		key.ipv4.saddr = t->saddr[0];
-		key.ipv4.daddr = t->daddr[0];
-		key.ipv4.sport = t->sport;
-		key.ipv4.dport = t->dport;
-	}
-	sk = bpf_skc_lookup_tcp(skb, &key, v6 ? sizeof(key.ipv6) : sizeof(key.ipv4), BPF_F_CURRENT_NETNS, 0);
 	if (!sk)
 		return false;
 	bpf_sk_release(sk);
 	return true;
+}
+
+/* Has a socket of this node asked for the datagram by the hooks, which choose a backend before the socket has a port?
+ * Then a flow of that port is an earlier socket's, which asked past the hooks.
+ */
+INLINE bool has_asking_socket(struct __sk_buff *skb, const struct tuple *t, const bool v6)
+{
+	struct bpf_sock_tuple key = {};
+	__u32 size = socket_key(&key, t, v6);
+	struct socket_state *state;
+	struct bpf_sock *sk;
+	bool asked;
+
+	if (t->protocol != IPPROTO_UDP)
+		return false;
+	sk = bpf_sk_lookup_udp(skb, &key, size, BPF_F_CURRENT_NETNS, 0);
+	if (!sk)
+		return false;
+	state = bpf_sk_storage_get(&sockets, sk, NULL, 0);
+	asked = state && answering_peer(state, t->saddr, t->sport);
+	bpf_sk_release(sk);
+	return asked;
 }
 
 /* Does a backend's segment to this node belong to a flow that was evicted? The stack would reset the connection, which
@@ -178,6 +207,8 @@ INLINE enum step from_backend(struct __sk_buff *skb, struct scratch *space, enum
 	if (!found.entry && was_evicted(skb, p, v6))
 		return drop(space, COUNT_DROP_FLOW_LOST);
 	if (!found.entry || !(found.entry->flags & FLOW_REPLY) || found.entry->flags & FLOW_COLLISION)
+		return STEP_CONTINUE;
+	if (found.entry->flags & FLOW_NODE && has_asking_socket(skb, &p->tuple, v6))
 		return STEP_CONTINUE;
 	if (!admit(skb, space, &found, hook, v6))
 		return drop(space, COUNT_DROP_FOREIGN);

@@ -337,29 +337,20 @@ INLINE int send_datagram(struct bpf_sock_addr *ctx, const bool v6)
 	return PROCEED;
 }
 
-/* Shows the service that the socket sent to when a datagram comes from a backend. If several services led to this
- * backend, it is the last one.
- */
+/* Shows the service that the socket sent to when a datagram comes from a backend. */
 INLINE int receive_datagram(struct bpf_sock_addr *ctx, const bool v6)
 {
 	struct bpf_sock *sk = READ_ONCE(ctx->sk);
 	struct socket_state *state = state_of(sk, 0);
-	struct socket_peer *found = NULL;
+	struct socket_peer *asked;
 	struct target source;
 
 	if (!state)
 		return PROCEED;
 	read_target(ctx, &source, v6);
-	for (int i = 0; i < SOCKET_PEERS; i++) {
-		struct socket_peer *peer = &state->peers[i];
-
-		if (peer->service && peer->backend_port == source.port &&
-		    same_address(peer->backend, source.address, true) &&
-		    (!found || (__s32)(peer->sent - found->sent) > 0))
-			found = peer;
-	}
-	if (found)
-		write_target(ctx, &source, found->frontend, found->frontend_port, v6);
+	asked = answering_peer(state, source.address, source.port);
+	if (asked)
+		write_target(ctx, &source, asked->frontend, asked->frontend_port, v6);
 	return PROCEED;
 }
 

@@ -12,6 +12,22 @@ struct {
 	__type(value, struct socket_state);
 } sockets SEC(".maps");
 
+/* Returns what the socket asked, if a datagram from here answers it; of several services of this backend, the last one.
+ */
+INLINE struct socket_peer *answering_peer(struct socket_state *state, const __u32 *address, __be16 port)
+{
+	struct socket_peer *found = NULL;
+
+	for (int i = 0; i < SOCKET_PEERS; i++) {
+		struct socket_peer *peer = &state->peers[i];
+
+		if (peer->service && peer->backend_port == port && same_address(peer->backend, address, true) &&
+		    (!found || (__s32)(peer->sent - found->sent) > 0))
+			found = peer;
+	}
+	return found;
+}
+
 /* Returns the service that a connected UDP socket of the node asked for, if this packet is its datagram and its backend
  * serves no longer; NULL for any other packet. The kernel calls no program when a connected socket sends (udp_sendmsg),
  * and a socket whose connection is taken away can never send again without an address. So it keeps sending to its old

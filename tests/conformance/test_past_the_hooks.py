@@ -72,6 +72,22 @@ def test_datagrams(bench: Bench, beyond: Opener, way: str, pod: str, family: int
             assert source == target
 
 
+@pytest.mark.parametrize("connected", [True, False])
+def test_a_flow_of_one_port_leaves_a_later_socket_its_answers(
+    bench: Bench, beyond: Opener, connected: bool, family: int
+) -> None:
+    """The hooks lead two sockets' datagrams, and those of the flow, to one backend from one port."""
+    first, second = (bench.service("pod2", protocol="UDP", port=53, target=UDP) for _ in range(2))
+    with past_the_hooks(bench, beyond, family, socket.SOCK_DGRAM) as client:
+        assert ask_udp(client, first.vip(family))[1] == first.vip(family)
+        port = client.getsockname()[1]
+    for service in (second, first, second):
+        with bench.socket("node", family, socket.SOCK_DGRAM, port) as client:
+            if connected:
+                client.connect(service.vip(family))
+            assert ask_udp(client, None if connected else service.vip(family))[1] == service.vip(family)
+
+
 def test_a_refusal(bench: Bench, beyond: Opener, family: int) -> None:
     service = bench.service("pod2", outside=True)
     with past_the_hooks(bench, beyond, family, socket.SOCK_STREAM) as client, pytest.raises(ConnectionRefusedError):
