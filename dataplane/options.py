@@ -11,6 +11,7 @@ from typing import Annotated, Final
 import msgspec
 
 from hybrid_proxy.dataplane.balancing import SCHEDULERS
+from hybrid_proxy.dataplane.reports import UDP_SECONDS, UDP_STREAM_SECONDS
 from hybrid_proxy.dataplane.settings import (
     BOOLEAN,
     CIDRS,
@@ -207,8 +208,8 @@ class FlowTimeouts(msgspec.Struct, frozen=True):
 
     tcp_established: int = 86_400
     tcp_close_wait: int = 3_600  # one side has ended
-    udp: int = 30
-    udp_stream: int = 180  # both sides have sent for a while
+    udp: int = UDP_SECONDS
+    udp_stream: int = UDP_STREAM_SECONDS  # both sides have sent for a while
 
 
 class Options(msgspec.Struct, frozen=True):

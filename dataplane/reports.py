@@ -16,6 +16,7 @@ import msgspec
 
 # The sysctl that has the kernel forward packets, by address family.
 FORWARDING: Final = {4: "net.ipv4.ip_forward", 6: "net.ipv6.conf.all.forwarding"}
+UDP_SECONDS, UDP_STREAM_SECONDS = 30, 120  # conntrack's own timeouts since Linux 5.0; kube-proxy leaves them
 
 
 class TrafficCounts(msgspec.Struct, frozen=True, gc=False):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import errno
 import itertools
+import logging
 import mmap
 import os
 import signal
@@ -27,6 +28,8 @@ if TYPE_CHECKING:  # it takes 20 MB, of which modes without tables of flows have
     import numpy as np
     from numpy.typing import NDArray
 
+log = logging.getLogger(__name__)
+
 SCHED_CLS = 3  # BPF_PROG_TYPE_
 MOST_PROGRAMS: Final = 64  # at one hook (BPF_MPROG_MAX)
 FEW: Final = 256  # elements that are read by one call
@@ -35,6 +38,8 @@ ENOTSUPP: Final = 524  # of the kernel alone
 RINGBUF_BUSY, RINGBUF_DISCARDED = 1 << 31, 1 << 30  # BPF_RINGBUF_BUSY_BIT, BPF_RINGBUF_DISCARD_BIT
 LOG_SIZE = 1 << 24  # kernels before 6.4 keep the beginning of a longer log, and say ENOSPC instead of their reason
 OF_THE_VERIFIER: Final = frozenset({errno.EACCES, errno.ENOSPC, errno.EAGAIN})  # it means something else by these
+# Bits of CapEff, one of which suffices: SYS_ADMIN (21) contains what later kernels made capabilities of their own.
+RIGHTS: Final = {"CAP_BPF": 1 << 39 | 1 << 21, "CAP_NET_ADMIN": 1 << 12, "CAP_PERFMON": 1 << 38 | 1 << 21}
 _untouched = ffi.new_allocator(should_clear_after_alloc=False)  # memory that nobody writes costs nothing
 
 
@@ -47,6 +52,16 @@ class BpfError(DataplaneError):
             reason = told(OSError(code, reason))
         super().__init__(f"{what}: {reason}" + (f"\n{detail}" if detail else ""))
         self.code = code
+
+
+def refusal(what: str, error: Exception) -> str:
+    """Describes why the kernel refused: a missing capability alone, for which the verifier may blame the code."""
+    held = int(Path("/proc/thread-self/status").read_text().partition("CapEff:")[2].split()[0], 16)
+    if not (missing := [name for name, bits in RIGHTS.items() if not held & bits]):
+        return f"the kernel refused {what}: {error}"
+    log.debug("without %s the kernel refused %s: %s", ", ".join(missing), what, error)
+    where = "securityContext.capabilities of the container (systemd: CapabilityBoundingSet= of the unit)"
+    return f"the kernel refused {what} without {' and '.join(missing)}: add it to {where}"
 
 
 @lru_cache(maxsize=1)

@@ -279,7 +279,7 @@ IDLE = [
     pytest.param(["FLOW_FIN", "FLOW_PEER_FIN"],          Protocol.TCP,  30,    id="both-fins-one-acknowledged"),
     pytest.param(["FLOW_FIN", "FLOW_FIN_ACKED", "FLOW_PEER_FIN"], Protocol.TCP, 10, id="both-fins"),
     pytest.param(["FLOW_RESET"],                         Protocol.TCP,  10,    id="reset"),
-    pytest.param([],                                     Protocol.UDP,  180,   id="udp"),
+    pytest.param([],                                     Protocol.UDP,  120,   id="udp"),
     pytest.param([],                                     Protocol.SCTP, 210,   id="sctp"),
 ]  # fmt: skip
 

@@ -205,6 +205,26 @@ def test_its_files_can_be_listed(lab: Lab) -> None:
         assert (result.returncode, result.stderr) == (0, "")
 
 
+def test_a_mode_that_needs_more_rights_says_which(lab: Lab) -> None:
+    """In a pod of overlays/nftables, whose agent may not switch to mode ebpf."""
+    refused = "the kernel refused BPF programs or maps without CAP_PERFMON: add it to securityContext.capabilities"
+    with running(lab, "nftables") as agent:
+        under = confined(lab, manifests.capabilities("nftables"))
+        for command in (["modes"], ["switch", "ebpf", "--dry-run"], ["switch", "ebpf"]):
+            argv = [*under, sys.executable, "-m", "hybrid_proxy.controller", *command]
+            said = lab.run("node", [*argv, "--admin-socket", str(agent.socket)])
+            (line,) = [line for line in (said.stdout + said.stderr).splitlines() if "ebpf" in line]
+            assert refused in line, (command, said)
+            assert len(line) < 300, "the verifier's log"
+        assert load(lab, "pod1", "connections", "10.96.0.10:80")["answered"] == 30
+        assert "scalar" not in agent.log.read_text()
+        for mode in ("userspace", "iptables", "nftables"):  # which its rights allow
+            argv = [*under, sys.executable, "-m", "hybrid_proxy.controller", "switch", mode]
+            said = lab.run("node", [*argv, "--admin-socket", str(agent.socket)])
+            assert said.returncode == 0, said
+            assert load(lab, "pod1", "connections", "10.96.0.10:80")["answered"] == 30
+
+
 @pytest.mark.parametrize("missing", manifests.capabilities("ebpf"))
 def test_every_capability_of_mode_ebpf_is_needed(lab: Lab, missing: str) -> None:
     """Without one, the agent's error says which kind of right it lacks; it does not serve half."""
@@ -213,6 +233,8 @@ def test_every_capability_of_mode_ebpf_is_needed(lab: Lab, missing: str) -> None
     result = lab.run("node", [*confined(lab, fewer), *agent.argv])
     assert result.returncode == 1, result.stderr
     assert "mode ebpf: eBPF: the kernel refused" in result.stderr
+    assert f" without CAP_{missing}: add it to securityContext.capabilities" in result.stderr
+    assert "; R" not in result.stderr, "the verifier's log"
     assert agent.cleanup().returncode == 0
 
 

@@ -16,6 +16,7 @@ import pytest
 
 from hybrid_proxy.dataplane.kernel import conntrack, sysctl
 from hybrid_proxy.dataplane.kernel.netlink import AF, BURST_MESSAGES
+from hybrid_proxy.dataplane.options import FlowTimeouts
 from hybrid_proxy.dataplane.reports import FlowRow
 from hybrid_proxy.dataplane.stale import Judge, new_places
 from hybrid_proxy.dataplane.table import (
@@ -342,6 +343,15 @@ class TestFlows:
                 server.sendto(b"!", server.recvfrom(9)[1])
             client.sendto(b"?", (VIP[V4], PORT))
             assert conntrack.flows(self.SERVICES, 9)[1] == 1
+
+
+@pytest.mark.usefixtures("home")
+def test_datagrams_end_by_default_when_those_of_conntrack_do() -> None:
+    """The agent's default is what `cleanup` and the relay of mode userspace read from the kernel."""
+    rules(None)  # which loads conntrack
+    names = ("udp_timeout", "udp_timeout_stream")
+    found = [int(sysctl.read(f"net/netfilter/nf_conntrack_{name}") or 0) for name in names]
+    assert found == [FlowTimeouts().udp, FlowTimeouts().udp_stream]
 
 
 @pytest.mark.usefixtures("home")

@@ -30,7 +30,7 @@ import msgspec
 
 from hybrid_proxy.dataplane.diff import changed_services
 from hybrid_proxy.dataplane.errors import DataplaneError, SyncError, Unsupported
-from hybrid_proxy.dataplane.kernel.bpf import BpfError, Object
+from hybrid_proxy.dataplane.kernel.bpf import BpfError, Object, refusal
 from hybrid_proxy.dataplane.kernel.foreign_rules import PassingRules
 from hybrid_proxy.dataplane.kernel.grace import jiffies_per_second, wait_for_programs
 from hybrid_proxy.dataplane.kernel.host_paths import pin_folder
@@ -181,7 +181,7 @@ class Ebpf(Programmer):
             if not getattr(getattr(self, "maps", None), "adopted", True):
                 remove_pins(self.folder)
             self._opened.close()
-            raise Unsupported("eBPF", f"the kernel refused the programs or maps: {error}") from error
+            raise Unsupported("eBPF", refusal("the programs or maps", error)) from error
         for name, size in self.maps.other_sizes.items():
             log.warning(
                 "map %s has room for %d, as it was made; the settings' %d hold after `hybrid-proxy cleanup`",
@@ -316,7 +316,7 @@ class Ebpf(Programmer):
             self.succession.run(self.datapath)
         except BpfError as error:
             if self.datapath.programs is None:
-                raise Unsupported("eBPF", f"the kernel refused the programs: {error}") from error
+                raise Unsupported("eBPF", refusal("the programs", error)) from error
             raise
         if self.succession.plan.bridged:
             self.foreign.reopen(self.maps.flows())
@@ -490,7 +490,7 @@ def probe(options: Options) -> str | None:
     except Unsupported as error:
         return str(error)
     except (DataplaneError, OSError) as error:
-        return f"the kernel refused BPF programs or maps: {error}"
+        return refusal("BPF programs or maps", error)
     return None
 
 

@@ -18,9 +18,9 @@ from hybrid_proxy.dataplane.modes.userspace.messages import Conversation
 from hybrid_proxy.dataplane.modes.userspace.ports import Port
 from hybrid_proxy.dataplane.modes.userspace.sockets import State, toward
 from hybrid_proxy.dataplane.modes.userspace.streams import MOST_ATTEMPTS
+from hybrid_proxy.dataplane.reports import UDP_SECONDS, UDP_STREAM_SECONDS
 
 UDP_TIMEOUT: Final = "net/netfilter/nf_conntrack_udp_timeout"
-SHORT, LONG = 30.0, 120.0  # the kernel's defaults
 CONVERSATION: Final = 2.0  # seconds, as nf_conntrack_proto_udp.c
 AT_ONCE: Final = 64
 LARGEST: Final = 65_535
@@ -150,8 +150,8 @@ class Sessions:
         self.by_client: dict[Key, Session] = {}
         self.short: OrderedDict[Key, Session] = OrderedDict()
         self.long: OrderedDict[Key, Session] = OrderedDict()
-        self.short_seconds = float(sysctl.read(UDP_TIMEOUT) or SHORT)
-        self.long_seconds = float(sysctl.read(f"{UDP_TIMEOUT}_stream") or LONG)
+        self.short_seconds = float(sysctl.read(UDP_TIMEOUT) or UDP_SECONDS)
+        self.long_seconds = float(sysctl.read(f"{UDP_TIMEOUT}_stream") or UDP_STREAM_SECONDS)
         self._icmp = IcmpErrors()
         self._sweeping = False
 

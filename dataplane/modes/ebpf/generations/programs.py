@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 
-from hybrid_proxy.dataplane.kernel.bpf import BpfError, Map, Object, has_helper, program_number
+from hybrid_proxy.dataplane.kernel.bpf import BpfError, Map, Object, has_helper, program_number, refusal
 from hybrid_proxy.dataplane.mode import Options
 from hybrid_proxy.dataplane.modes.ebpf.maps import abi
 from hybrid_proxy.dataplane.modes.ebpf.maps.making import Larger, share, traffic_cpus
@@ -166,7 +166,8 @@ class Loader:
                 loaded["connect"] = self.one("connect", larger, can_set_errno=can_set_errno)
                 break
             except BpfError as error:
-                log.warning("socket programs%s: %s", "" if can_set_errno else " without bpf_set_retval", error)
+                way = "" if can_set_errno else " without bpf_set_retval"
+                log.warning("socket programs%s: %s", way, refusal("them", error))
         if "connect" in loaded and self._options.ebpf.failover.failures:
             try:
                 loaded["sockops"] = self.one("sockops", larger)
