@@ -275,6 +275,13 @@ def test_the_notes_of_a_phase_name_its_objects(phase: str) -> None:
     ("tolerations.operator=Exists",                 "at '/tolerations': got object, want array"),
     ("nodeSelector=linux",                          "at '/nodeSelector': got string, want object"),
     ("keepKubeProxy=1",                             "at '/keepKubeProxy': got number, want boolean"),
+    ("affinity.nodeAfinity.a=b",                    "at '/affinity': additional properties 'nodeAfinity' not allowed"),
+    ("resources.limit.memory=1Gi",                  "at '/resources': additional properties 'limit' not allowed"),
+    ("initResources.request.cpu=1",                 "at '/initResources': additional properties 'request' not"),
+    ("tolerations[0].efect=NoSchedule",             "at '/tolerations/0': additional properties 'efect' not allowed"),
+    ("extraVolumeMounts[0].name=a,extraVolumeMounts[0].mountPath=/a,extraVolumeMounts[0].readonly=true",
+                                                    "at '/extraVolumeMounts/0': additional properties 'readonly' not"),
+    ("serviceMonitor.relabelings[0].sourcelabels={a}", "/relabelings/0': additional properties 'sourcelabels' not"),
     ("affinity=none",                               "at '/affinity': got string, want null or object"),
     ("seccompFolder=seccomp",                       "at '/seccompFolder': 'seccomp' does not match"),
 ])  # fmt: skip
@@ -282,6 +289,18 @@ def test_what_cannot_work_is_refused_with_a_sentence(value: str, said: str) -> N
     done = helm("template", "hybrid-proxy", str(CHART), "--set", f"apiServer={SERVER}", "--set", value)
     assert done.returncode != 0
     assert said in done.stderr
+
+
+def test_every_value_is_described_where_an_editor_shows_it() -> None:
+    """A value without one is a text in a list, or of kube-proxy's two documents, which have the pages' own."""
+    schema = json.loads((CHART / "values.schema.json").read_text())
+    open_ends = [("", schema)]
+    while open_ends:
+        path, node = open_ends.pop()
+        for name, field in node.get("properties", {}).items():
+            if not name.endswith("Configuration"):
+                assert field.get("description"), f"{path}{name}"
+                open_ends.append((f"{path}{name}.", field))
 
 
 @pytest.mark.parametrize(("more", "added"), [
@@ -392,7 +411,8 @@ def test_what_a_cluster_adds_reaches_the_pod() -> None:
     assert (metadata["namespace"], metadata["annotations"]) == ("grafana", {"grafana_folder": "Network"})
     template = objects["DaemonSet", "hybrid-proxy"]["spec"]["template"]
     labels = {"app.kubernetes.io/name": "hybrid-proxy", "team": "net"}  # the first one selects the pods
-    assert template["metadata"] == {"labels": labels, "annotations": {"note": "mine"}}
+    annotations = {"kubectl.kubernetes.io/default-container": "hybrid-proxy", "note": "mine"}
+    assert template["metadata"] == {"labels": labels, "annotations": annotations}
     pod = template["spec"]
     assert (pod["priorityClassName"], pod["imagePullSecrets"]) == ("mine", [{"name": "secret"}])
     assert pod["containers"][0]["env"][1:] == [{"name": "A", "value": "b"}]

@@ -499,6 +499,18 @@ def test_labels_of_a_node_decide_who_serves_there(folder: str, labels: dict[str,
     assert terms.get("nodeSelectorTerms", []) == ([{"matchExpressions": wanted}] if wanted else [])
 
 
+@pytest.mark.parametrize("folder", ["base", *(f"overlays/{name}" for name in OVERLAYS)])
+def test_kubectl_shows_the_container_that_does_the_work(folder: str) -> None:
+    """`kubectl logs POD` and `exec` without -c, where a pod has several containers."""
+    template = one(folder, "DaemonSet")["spec"]["template"]
+    works = {"census": "modes", "takeover": "takeover"} | dict.fromkeys(
+        ("cleanup", "cleanup-drain", "rollback"), "cleanup"
+    )
+    shown = template["metadata"]["annotations"]["kubectl.kubernetes.io/default-container"]
+    assert shown == works.get(Path(folder).name, "hybrid-proxy")
+    assert shown in {each["name"] for each in (*template["spec"]["initContainers"], *template["spec"]["containers"])}
+
+
 def test_the_census_tries_modes_with_the_agents_rights() -> None:
     pod, agents = (one(folder, "DaemonSet")["spec"]["template"]["spec"] for folder in ("overlays/census", "base"))
     profile, modes = pod["initContainers"]
