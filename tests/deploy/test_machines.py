@@ -166,6 +166,25 @@ def test_one_command_installs_and_upgrades_many_nodes(tmp_path: Path) -> None:
         assert not node.run("ls -d /opt/hybrid-proxy/new 2>&- || true")
 
 
+def test_one_host_is_installed_from_a_release(tmp_path: Path) -> None:
+    """With the real pip and tar, in a folder as `make release` fills it."""
+    tools = {"apt-get": "", "systemctl": ""}
+    with Machine("node", tmp_path, "", tools) as node:
+        release = tmp_path / "release"
+        release.mkdir()
+        (release / "requirements.txt").touch()
+        program = {"scripts/hybrid-proxy": '#!/bin/sh\necho "hybrid-proxy $*"\n'}
+        for machine in (os.uname().machine, "of_another"):
+            write_wheel(release, f"hybrid_proxy-0.1.0-cp311-abi3-manylinux_2_17_{machine}", program)
+        pack = (
+            "tar czhf release/hybrid_proxy-0.1.0.tar.gz --transform 's,^,hybrid_proxy-0.1.0/,' -C node deploy/systemd"
+        )
+        node.run(f"cd {tmp_path}; {pack}")
+        node.run(f"cd {release}; {lines('docs/operations.md', 'host')}")
+        assert node.run("hybrid-proxy status; ls -d /etc/hybrid-proxy/manifests").startswith("hybrid-proxy status\n")
+        node.run("cmp /etc/systemd/system/hybrid-proxy.service deploy/systemd/hybrid-proxy.service")
+
+
 def test_a_node_without_a_package_index_is_installed_and_nothing_stays(tmp_path: Path) -> None:
     """From a folder of wheels, with the real pip; the machine has no route to anywhere."""
     cluster = Cluster()

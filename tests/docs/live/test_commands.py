@@ -6,7 +6,9 @@ import contextlib
 import os
 import re
 import shlex
+import socket
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -14,6 +16,7 @@ import pytest
 from hybrid_proxy.controller.cli import parser
 from hybrid_proxy.workshop.lab.network import Lab
 from tests.deploy import helm, manifests
+from tests.waiting import until
 
 from ..kit import run_blocks, shell, start_agent
 from ..pages import PAGES, ROOT, blocks, commands, tree
@@ -90,6 +93,32 @@ def test_what_cannot_be_typed_here_names_files_that_exist(program: str) -> None:
         for word in argv[1:]:
             if re.match(r"(bpf|controller|dataplane|deploy|docs|examples|tests|vagrant|workshop)/", word):
                 assert (ROOT / word).exists(), f"{page}: {' '.join(argv)}"
+
+
+@pytest.mark.root
+@pytest.mark.parametrize("mode", ["ebpf", "nftables"])
+def test_one_host_serves_the_manifests_of_its_page(lab: Lab, mode: str, tmp_path: Path) -> None:
+    page = "docs/operations.md"
+    words = (("yaml", "config"), ("yaml", "manifest"), ("sh", "host", "start"))
+    config, manifest, start = (next(blocks(page, *each)) for each in words)
+    text = "\n".join(config.lines).replace("/etc/hybrid-proxy/manifests", str(tmp_path / "manifests"))
+    (tmp_path / "config.conf").write_text(text.replace("mode: ebpf", f"mode: {mode}"))
+    (tmp_path / "manifests").mkdir()
+    (tmp_path / "manifests/web.yaml").write_text("\n".join(manifest.lines))
+    argv = [sys.executable, "-m", "hybrid_proxy.controller", "run", "--config", str(tmp_path / "config.conf")]
+    with (tmp_path / "agent.log").open("w") as log:
+        agent = lab.start("node", argv, output=log, errors=log)
+    try:
+        until(lambda: shell(lab, "hybrid-proxy status").stdout.startswith("OK\n"), "the agent serves", 30)
+        for line in start.lines:
+            if not line.startswith("systemctl "):
+                assert shell(lab, line.replace("curl ", "curl -sSf ")).returncode == 0, line
+        outside = lab.run("client", ["curl", "-sSf", f"http://{lab['node'].address(socket.AF_INET)}:30080"])
+        assert outside.returncode == 0, outside.stderr
+    finally:
+        agent.terminate()
+        agent.wait(60)
+        shell(lab, "hybrid-proxy cleanup")
 
 
 @pytest.mark.root
