@@ -40,9 +40,13 @@ on() {
     fi
 }
 
-# set_mode NODE MODE: the agent takes over from the former mode without losing a connection that begins now.
+# set_mode NODE MODE: the agent takes over from the former mode without losing a connection that begins now. kube-proxy's own
+# document, which `demo waves services` installs, has no word for some modes.
 set_mode() {
-    on "$1" sed -i "s/^mode: .*/mode: $2/" "$CONFIG"
+    on "$1" grep -q '^kind: HybridProxyConfiguration' "$CONFIG" ||
+        printf '\n---\napiVersion: hybrid-proxy.io/v1alpha1\nkind: HybridProxyConfiguration\nmode: auto\n' |
+        on "$1" tee -a "$CONFIG" >/dev/null
+    on "$1" sed -i "/^kind: HybridProxyConfiguration/,\$ s/^mode: .*/mode: $2/" "$CONFIG"
     on "$1" systemctl restart hybrid-proxy
     wait_for_agent "$1"
 }
@@ -131,7 +135,13 @@ waves() {
     block "labels rest"
     empty=
     block "labels selector"
-    [ -n "$kind" ] || block start
+    if [ -n "$kind" ]; then
+        # `nodes.sh install` would bring the file to the nodes; here all but this one is installed.
+        block "${kind}config"
+        for node in $NODES; do on "$node" tee "$CONFIG" <../site/config.conf >/dev/null; done
+    else
+        block start
+    fi
     export wave LOGIN="${LOGIN-$(id -un)}"
     for wave in $WAVES; do
         echo "\$ wave=$wave"

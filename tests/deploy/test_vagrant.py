@@ -15,6 +15,7 @@ import yaml
 
 from hybrid_proxy.controller.settings.documents import MODES
 
+from .machine import Machine
 from .manifests import DEPLOY, ROOT
 
 VAGRANT = ROOT / "vagrant"
@@ -166,17 +167,22 @@ def test_the_demonstration_of_modes_counts_requests_without_an_answer(demo: Call
     assert port.endswith(" web-a 2")
 
 
+@pytest.mark.parametrize(
+    "text", ["", 'kind: KubeProxyConfiguration\nmode: ""'], ids=["provisioned", "kube-proxy's own"]
+)
 @pytest.mark.parametrize("node", ["$(hostname)", "worker1"])
 def test_the_demonstration_sets_the_mode_in_the_configuration_that_is_installed(
-    node: str, demo: Callable[[str], list[str]], tmp_path: Path
+    node: str, text: str, demo: Callable[[str], list[str]], tmp_path: Path
 ) -> None:
-    said = demo(f'set_mode "{node}" nftables; serving_mode')
+    if text:
+        (tmp_path / "config.conf").write_text(f"apiVersion: kubeproxy.config.k8s.io/v1alpha1\n{text}")
+    said = demo(f'set_mode "{node}" ipvs; set_mode "{node}" nftables; serving_mode')
     assert said[-1] == "nftables"
     assert any("worker1 sudo" in line for line in said) == (node == "worker1")
     assert "systemctl restart hybrid-proxy" in said
     documents = {item["kind"]: item for item in yaml.safe_load_all((tmp_path / "config.conf").read_text())}
     assert documents["HybridProxyConfiguration"]["mode"] == "nftables"
-    assert "mode" not in documents["KubeProxyConfiguration"]
+    assert not documents["KubeProxyConfiguration"].get("mode")
 
 
 @pytest.mark.parametrize(
@@ -240,6 +246,19 @@ def test_the_load_ends_with_a_command_that_fails(demo: Callable[[str], list[str]
 
 def test_words_reach_another_machine_as_they_are(demo: Callable[[str], list[str]]) -> None:
     assert "hybrid-proxy it's  $HOME" in demo("""on worker1 hybrid-proxy "it's" ' $HOME'""")
+
+
+def test_two_runs_at_once_bring_one_image_after_the_other(tmp_path: Path) -> None:
+    """With libvirt `vagrant provision` can run beside a `vagrant up` that still waits for the image."""
+    node = {"curl": "sleep 1; echo image >$8", "ctr": 'echo "import $(cat $5)" >>/root/log'}
+    node = {name: f"echo begins >>/root/log; {text}; echo ends >>/root/log" for name, text in node.items()}
+    with Machine("worker1", tmp_path, "", node) as worker:
+        settings = f"SOURCE={ROOT} NODE_ADDRESS=10.0.0.2 CONTROL_ADDRESS=10.0.0.1"
+        one = f"{settings} sh {VAGRANT}/provision/image.sh"
+        said = worker.run(f"{one} & {one}; wait $!; cat /root/log; ls /root/join")
+    log = [line for line in said.splitlines() if not line.startswith("image: ")]
+    assert log == ["begins", "ends", "begins", "import image", "ends"] * 2 + ["lock"]
+    assert "image: waits until another run of this script ends" in said
 
 
 def test_the_demonstration_shows_every_mode_on_every_machine() -> None:

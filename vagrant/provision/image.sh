@@ -12,6 +12,9 @@ full=docker.io/library/$name:$tag
 
 umask 077
 install -d -m 700 /root/join
+# `vagrant provision` beside a `vagrant up` that is still at this step would write the same files.
+exec 9>/root/join/lock
+flock -n 9 || { echo "image: waits until another run of this script ends"; flock 9; }
 file=/root/join/image.tar
 if [ "$NODE_ADDRESS" = "$CONTROL_ADDRESS" ]; then
     export DEBIAN_FRONTEND=noninteractive

@@ -459,8 +459,16 @@ def test_the_machines_of_vagrant_rehearse_the_page(kind: str, tmp_path: Path) ->
     for name in (walk.nodes - {"cp", "worker1", "worker2"}) | {"windows"}:
         del walk.cluster.objects["nodes"][name]
     walk.nodes = {"cp", "worker1", "worker2"}
-    demo = f"set -e; . {ROOT}/vagrant/demo.sh; in_folder"
-    settings = {"DEMO_SOURCED": "yes", "SOURCE": str(ROOT), "GATES": "1", "LOGIN": "admin", "ILL": ""}
+    walk.cluster.put("configmaps", yaml.safe_load(CONFIG_MAP))
+    demo = f'set -e; . {ROOT}/vagrant/demo.sh; on() {{ cat >"{tmp_path}/$1 $2 $(basename $3)"; }}; in_folder'
+    settings = {
+        "DEMO_SOURCED": "yes",
+        "NODES": " ".join(sorted(walk.nodes)),
+        "SOURCE": str(ROOT),
+        "GATES": "1",
+        "LOGIN": "admin",
+        "ILL": "",
+    }
     walk.reaches_nodes()
 
     def rehearsed(way: str, *steps: str) -> str:
@@ -471,13 +479,17 @@ def test_the_machines_of_vagrant_rehearse_the_page(kind: str, tmp_path: Path) ->
         return said
 
     wave, gates, takeover, rollback = (f"{kind} {name}".strip() for name in ("wave", "gates", "takeover", "rollback"))
-    pods = (["census"], ["start"]) if not kind else ([], [])
+    pods = (["census"], ["start"]) if not kind else ([], ["services config"])
     said = rehearsed(
         "waves", *pods[0], "labels", *pods[1], "wave=1", wave, gates, takeover,
         "wave=2", wave, gates, rollback, wave, gates, takeover, "wave=5-1", wave, gates, takeover,
     )  # fmt: skip
     assert re.findall(r"^PASS (\w+),", said, re.MULTILINE) == ["worker1", "worker2", "worker2", "cp"]
     assert (walk.pods("hybrid-proxy") | walk.services(), walk.pods("kube-proxy")) == (walk.nodes, set())
+    configured = [(tmp_path / f"{node} tee config.conf") for node in walk.nodes]
+    assert [path.exists() for path in configured] == [bool(kind)] * len(configured)
+    for path in configured * bool(kind):
+        assert path.read_text() == "mode: iptables", "kube-proxy's settings"
     rehearsed("unwind", "wave=5-1", rollback, "wave=2", rollback, "wave=1", rollback, "back")
     assert (walk.pods("hybrid-proxy") | walk.services(), walk.pods("kube-proxy")) == (set(), walk.nodes)
 
