@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -84,6 +85,12 @@ def test_figures_of_a_poor_run_are_no_promises() -> None:
     assert "disturbs it less than rates" in markdown(quiet)
     assert "disturbs it less" not in markdown(poor)
     assert "Trust ratios" not in " ".join(poor.findings.warnings)
+    pages = {"quiet": html(quiet), "poor": html(poor)}
+    forest = {name: page.partition('id="forest"')[2].partition("</section>\n\n")[0] for name, page in pages.items()}
+    coloured = {name: re.findall(r'class="(mark of-[\w-]+)"|class="(better)"', text) for name, text in forest.items()}
+    assert (bool(coloured["quiet"]), coloured["poor"]) == (True, []), "grey, and no side is the better one"
+    assert re.search('class="mark of-[^"]* even"', forest["poor"])
+    assert [bool(re.search('<small class="(ahead|behind)">', page)) for page in pages.values()] == [True, False]
 
 
 def test_where_nothing_else_is_known_the_cost_is_that_of_the_machine() -> None:
