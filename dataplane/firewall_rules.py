@@ -15,8 +15,12 @@ from hybrid_proxy.dataplane.base_chains import BaseChain, is_foreign
 from hybrid_proxy.dataplane.saved_rules import BUILT_IN, QUOTED, target
 
 _ENDS: Final = re.compile(r"(?:^|\s)(drop|reject|dnat|redirect)\b", re.IGNORECASE)
-_SPARES: Final = re.compile(r"(?:^|\s)(notrack|accept)(?: comment .*)?$")
+_SPARES: Final = re.compile(r"(?:^|\s|-j CT --)(notrack|accept)(?: comment .*)?$", re.IGNORECASE)
 _AWAY: Final = frozenset({"dnat", "redirect"})  # of these
+# A fixed mark, with or without a mask; what iptables-nft has made is listed in nft's words.
+_MARKS: Final = re.compile(
+    r"(?:\bmeta mark set|-j MARK --set-x?mark) (?:(?:meta )?mark )?(?:(?:and|&) 0x\w+ )?(?:(?:x?or|\|) )?(0x\w+)"
+)
 _WORD: Final = re.compile(r"[\w.:]+")
 _COUNTER: Final = re.compile(r"counter packets (\d+) bytes \d+")
 _ALL: Final = re.compile(r"counter packets (\d+) bytes \d+(?: comment .*)?")  # a rule that only counts
@@ -25,6 +29,9 @@ _SAVED: Final = re.compile(r"(?:\[(\d+):\d+\] )?-A (\S+)(.*)")
 _POLICY: Final = re.compile(r":(\S+) (\w+)(?: \[(\d+):\d+\])?")
 _HANDLE: Final = re.compile(r" # handle (\d+)$")  # of what `nft -a` lists
 DSTNAT: Final = -100  # priority at which modes translate
+_CONNTRACK: Final = -200  # and at which flows are tracked, unless a rule before has said no
+_ROUTED: Final = frozenset({"prerouting", "output"})  # hooks behind which the route is chosen
+_PRIORITIES: Final = {"raw": -300, "mangle": -150, "filter": 0, "security": 50}  # of iptables' tables; nat's are DSTNAT
 _SET: Final = re.compile(r"(?:\{ |@\S+\()(.*?)(?: \}|\))")
 _SAID: Final = re.compile(r'-m \S+( --comment ("([^"\\]|\\.)*"|\S+))?')  # a match of iptables, and what says nothing
 FIELDS: Final = ("saddr", "sport", "daddr", "dport", "l4proto")  # of packets, as rules name them
@@ -35,8 +42,17 @@ _OPTIONS: Final = {  # of iptables, in nft's words
 }  # fmt: skip
 
 
+class Detour(msgspec.Struct, frozen=True):
+    """A routing rule for a mark, and its route, in iproute2's words."""
+
+    rule: str
+    route: str
+    refuses: bool  # what goes there gets nowhere
+    delete: str  # the command that removes the rule
+
+
 class Rule(msgspec.Struct, frozen=True):
-    """A rule of another program that drops, rejects or redirects packets, or a base chain's policy that drops."""
+    """A rule of another program that drops, rejects, redirects or marks packets, or a policy that drops."""
 
     table: str
     chain: str
@@ -48,24 +64,36 @@ class Rule(msgspec.Struct, frozen=True):
     enter: str = ""  # what begins a command in that pod
     handle: str = ""  # nft's number for it
     priority: int = DSTNAT  # of the first base chain that leads to it
+    detour: Detour | None = None  # of what it marks
+
+    @property
+    def mark(self) -> int | None:
+        """The mark that it gives to packets; it neither drops nor redirects them."""
+        found = None if self.away else _MARKS.search(self.text)
+        return int(found[1], 16) if found else None
 
     @property
     def delete(self) -> str:
-        """The command that removes it; empty: a policy, or a legacy rule."""
+        """The command that removes it; empty: a policy."""
+        family, name, *legacy = self.table.split()
+        if legacy and self.text.startswith(("-", "!")):
+            return f"`{self.enter}{family}tables-legacy -t {name} -D {self.chain} {self.text}`"
         return f"`{self.enter}nft delete rule {self.table} {self.chain} handle {self.handle}`" if self.handle else ""
 
     @property
     def late(self) -> bool:
         """It meets packets after a mode that translates in netfilter."""
-        return self.priority > DSTNAT and {"prerouting", "output"}.issuperset(self.hooks)
+        return self.priority > DSTNAT and _ROUTED.issuperset(self.hooks)
 
     @property
     def spares(self) -> bool:
         """It drops nothing, and keeps packets from being translated."""
-        return bool(_SPARES.search(self.text))
+        return self.mark is None and bool(_SPARES.search(self.text))
 
     def __str__(self) -> str:
-        return f"`{self.text}` in chain {self.chain} of table {self.table}"
+        to = self.detour
+        by = f" (for its mark the routing rule `{to.rule}` leads packets to `{to.route}`)" if to else ""
+        return f"`{self.text}` in chain {self.chain} of table {self.table}{by}"
 
 
 class Taken(msgspec.Struct, frozen=True):
@@ -93,8 +121,11 @@ class _Chain(msgspec.Struct):
     policy: str = ""  # if it drops
     left: int | None = None  # packets that the last rule counted, if it does nothing else: what the policy gets
 
-    def end(self, text: str, packets: str | None, *, away: bool, handle: str = "") -> None:
-        count = int(packets) if packets else None
+    def end(self, verdict: str, text: str, packets: str | None, handle: str = "") -> None:
+        led = self.table.split()[1] != "nat" or not all(map(is_foreign, self.leads_to))
+        if verdict == "accept" and led:
+            return
+        count, away = int(packets) if packets else None, verdict in _AWAY
         self.ends.append(Rule(self.table, self.name, (), " ".join(text.split()), count, away, handle=handle))
 
 
@@ -133,20 +164,21 @@ def of_iptables(text: str, family: str) -> tuple[Rule, ...]:
         if line.startswith("*"):
             table = f"{family} {line[1:]} (legacy)"
         elif found := _POLICY.match(line):
-            chain = chains[found[1]] = _Chain(table, found[1], found[1].lower() if found[1] in BUILT_IN else "")
+            hook, priority = found[1].lower() * (found[1] in BUILT_IN), _PRIORITIES.get(table.split()[1], DSTNAT)
+            chain = chains[found[1]] = _Chain(table, found[1], hook, priority)
             if found[2] == "DROP":
                 chain.policy, chain.left = "policy DROP", int(found[3]) if found[3] else None
         elif (found := _SAVED.match(line)) and (to := target(found[3])):
             chain = chains.setdefault(found[2], _Chain(table, found[2]))
-            if _ENDS.fullmatch(to):
-                chain.end(found[3], found[1], away=to.lower() in _AWAY)
+            if _ENDS.fullmatch(to) or _SPARES.search(found[3]) or _MARKS.search(found[3]):
+                chain.end(to.lower(), found[3], found[1])
             chain.leads_to.add(to)
     return tuple(_rules(chains.values()))
 
 
 def takes(text: str, packet: Mapping[str, str], *, surely: bool = True) -> bool:
     """Return whether a rule takes a packet by what it says; `surely`: all of it is understood."""
-    said = _ENDS.split(_SPARES.sub("", _SAID.sub("", text)))[0]
+    said = _ENDS.split(_MARKS.split(_SPARES.sub("", _SAID.sub("", text)))[0])[0]
     words = [_OPTIONS.get(word, word) for word in _SET.sub(lambda found: found[1].replace(", ", ","), said).split()]
     named = False
     while words:
@@ -185,10 +217,9 @@ def _read_nft(chain: _Chain, line: str, handle: str) -> None:
     everything = _ALL.fullmatch(line)
     chain.left = int(everything[1]) if everything else None
     bare = QUOTED.sub("", line).partition(" comment ")[0].partition("#")[0]
-    unled = chain.table.endswith(" nat") and all(map(is_foreign, chain.leads_to))
-    if (end := _ENDS.search(bare) or _SPARES.search(bare.rstrip())) and (end[1] != "accept" or unled):
+    if end := _ENDS.search(bare) or _MARKS.search(bare) or _SPARES.search(bare.rstrip()):
         counter = _COUNTER.search(bare)
-        chain.end(_COUNTER.sub("counter", line), counter and counter[1], away=end[1] in _AWAY, handle=handle)
+        chain.end(end[1], _COUNTER.sub("counter", line), counter and counter[1], handle)
     chain.leads_to.update(_JUMP.findall(bare))
 
 
@@ -207,8 +238,10 @@ def _rules(chains: Iterable[_Chain]) -> Iterator[Rule]:
             first = min(base.priority for base in by)
             # What is accepted meets the chains behind all the same, but for those that this one leads to.
             ours = not all(map(is_foreign, chain.leads_to))
-            rules = [rule for rule in (*policy, *chain.ends) if ours or not rule.spares or "notrack" in rule.text]
-            yield from (msgspec.structs.replace(rule, hooks=at, priority=first) for rule in rules)
+            for rule in (*policy, *chain.ends):
+                acts = first <= _CONNTRACK if "notrack" in rule.text.lower() else ours
+                if acts if rule.spares else rule.mark is None or not _ROUTED.isdisjoint(at):
+                    yield msgspec.structs.replace(rule, hooks=at, priority=first)
 
 
 def _reached(base: _Chain, chains: Iterable[_Chain]) -> set[str]:

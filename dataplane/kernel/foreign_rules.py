@@ -12,11 +12,14 @@ import re
 import struct
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Final
+
+import msgspec
 
 from hybrid_proxy.dataplane.base_chains import BaseChain, is_foreign
 from hybrid_proxy.dataplane.firewall_rules import Rule, of_iptables, of_nft
+from hybrid_proxy.dataplane.kernel import links
 from hybrid_proxy.dataplane.kernel import netlink as nl
 from hybrid_proxy.dataplane.kernel.links import GET_RULE, RTA_PRIORITY, read_routes
 from hybrid_proxy.dataplane.kernel.nfnetlink import Nfnetlink, attributes, generation
@@ -53,19 +56,20 @@ _RULE_GROUPS: Final = 0x80 | 0x40000  # IPv4's and IPv6's
 _BY_PACKET: Final = frozenset({22, 23, 24, 25, 26})  # protocol, source port, destination port, DSCP, flow label
 
 
-def read_rules(*, nat: bool = False, client: str = "") -> tuple[tuple[Rule, ...], str]:
+def read_rules(*, nat: bool = False, client: str = "", ends: Collection[str] = ()) -> tuple[tuple[Rule, ...], str]:
     """Returns rules of other programs that drop or redirect packets, and why some could not be read.
 
     `nat`: those alone that redirect packets, without the chains of modes and of kube-proxy: an agent asks for them, and
     a node may have 100,000 of these. `client` is an address that stands behind the names of the sets that have it,
-    and of those that a rule excludes and have it not.
+    and of those that a rule excludes and have it not. Rules that mark packets are among them if one to one of these
+    `ends` goes another way for that.
     """
     rules: list[Rule] = []
     unknown = []
     chains = [
         chain
         for chain in _base_chains()
-        if is_foreign(chain.table.partition(" ")[2]) and chain.type != "route" and (chain.rules or chain.drops)
+        if is_foreign(chain.table.partition(" ")[2]) and (chain.rules or chain.drops)
         if not nat or (chain.type == "nat" and chain.hook != "postrouting")
     ]
     for table in list(dict.fromkeys(chain.table for chain in chains))[:MOST_TABLES]:
@@ -81,7 +85,12 @@ def read_rules(*, nat: bool = False, client: str = "") -> tuple[tuple[Rule, ...]
                 rules += of_iptables(legacy.save(number, table, counters=True), family)
             except XtablesError as error:
                 unknown.append(f"legacy rules cannot be read: {error}")
-    return tuple(rules), "; ".join(unknown)
+    detours = {
+        mark: next(filter(None, (links.detour(end, mark) for end in ends if mark)), None)
+        for mark in {rule.mark for rule in rules}
+    }
+    led = (msgspec.structs.replace(rule, detour=detours[rule.mark]) for rule in rules)
+    return tuple(rule for rule in led if rule.mark is None or rule.detour), "; ".join(unknown)
 
 
 def _listed(*what: str) -> str:

@@ -19,6 +19,7 @@ from typing import Final
 
 import msgspec
 
+from hybrid_proxy.dataplane.firewall_rules import Detour
 from hybrid_proxy.dataplane.kernel import netlink as nl
 from hybrid_proxy.dataplane.table import family_of
 
@@ -47,7 +48,8 @@ UP, RUNNING = 0x01, 0x40  # IFF_: set by the administrator, and both ends are up
 OPERATION_DOWN = (2, 3)  # IF_OPER_DOWN, IF_OPER_LOWERLAYERDOWN: the other end of a veth is
 IFA_ADDRESS, IFA_LOCAL = 1, 2
 RTA_DST, RTA_SRC, RTA_IIF, RTA_OIF, RTA_GATEWAY, RTA_PRIORITY, RTA_PREFSRC, RTA_MULTIPATH = 1, 2, 3, 4, 5, 6, 7, 9
-RTA_TABLE, RTA_VIA = 15, 18
+RTA_TABLE, RTA_MARK, RTA_VIA = 15, 16, 18
+FRA_FWMARK, FRA_FWMASK = 10, 16
 UNICAST, LOCAL, BROADCAST, BLACKHOLE, MAIN_TABLE, SCOPE_LINK, SCOPE_HOST = 1, 2, 3, 6, 254, 253, 254
 REFUSING = {BLACKHOLE: "blackhole", 7: "unreachable", 8: "prohibit"}
 LOOPBACK = 1  # the index of lo
@@ -140,10 +142,10 @@ def _hardware_address(known: Mapping[int, bytes]) -> bytes:
     return mac if len(mac) == 6 else bytes(6)  # tunnels have addresses of other lengths
 
 
-def next_hop(address: str, source: str = "", index: int = 0) -> Hop | None:
+def next_hop(address: str, source: str = "", index: int = 0, mark: int = 0) -> Hop | None:
     """Returns where packets to an address go, from this source, that come in at this interface; None: nowhere."""
     with nl.Netlink(nl.ROUTE) as wire:
-        known = _route_to(wire, address, source, index)
+        known = _route_to(wire, address, source, index, mark)
     gateway = known.get(RTA_GATEWAY)
     text = socket.inet_ntop(nl.AF[family_of(address)], gateway) if gateway else ""
     return Hop(_number(known.get(RTA_OIF)), text) if known else None
@@ -151,7 +153,7 @@ def next_hop(address: str, source: str = "", index: int = 0) -> Hop | None:
 
 def main_route(address: str) -> tuple[int, list[str], list[str]]:
     """Returns the interface to which the main table leads an address, 0: none; and the rules to it, and from it."""
-    family, to, best = nl.AF[family_of(address)], ip_address(address), _best_of_main(address)
+    family, to, best = nl.AF[family_of(address)], ip_address(address), _best_of(address)
     with nl.Netlink(nl.ROUTE) as wire:
         rules = [each for each in read_routes(wire, family, GET_RULE) if each.table != MAIN_TABLE]
     named = [(f"pref {_number(each.known.get(RTA_PRIORITY))}", each) for each in rules]
@@ -162,18 +164,35 @@ def main_route(address: str) -> tuple[int, list[str], list[str]]:
 
 def refusing_route(address: str) -> str:
     """Returns the route of the main table that refuses what goes to an address, in iproute2's words; empty: none."""
-    best = _best_of_main(address)
+    best = _best_of(address)
     return f"{REFUSING[best.kind]} {best.network}" if best and best.kind in REFUSING and best.length else ""
 
 
-def _best_of_main(address: str) -> Route | None:
+def detour(address: str, mark: int) -> Detour | None:
+    """Returns where packets to an address go for their mark alone; None: where others go."""
+    family = family_of(address)
     with nl.Netlink(nl.ROUTE) as wire:
-        routes = [each for each in read_routes(wire, nl.AF[family_of(address)]) if each.table == MAIN_TABLE]
+        rules = list(read_routes(wire, nl.AF[family], GET_RULE))
+    for each in rules if next_hop(address) != next_hop(address, mark=mark) else ():
+        value, mask, priority = (_number(each.known.get(name)) for name in (FRA_FWMARK, FRA_FWMASK, RTA_PRIORITY))
+        to = each if each.kind in REFUSING else _best_of(address, each.table)
+        if mask and mark & mask == value and to:
+            lookup = REFUSING.get(each.kind) or f"lookup {each.table}"
+            rule = f"pref {priority} fwmark {value:#x}{f'/{mask:#x}' * (mask != 0xFFFFFFFF)} {lookup}"
+            by = "" if to.kind in REFUSING else f" dev {interface_name(_number(to.known.get(RTA_OIF)))}"
+            route = f"{REFUSING.get(to.kind, '')} {to.network}{by}".lstrip()
+            return Detour(rule, route, not by, f"ip {'-6 ' * (family == 6)}rule del {rule}")
+    return None
+
+
+def _best_of(address: str, table: int = MAIN_TABLE) -> Route | None:
+    with nl.Netlink(nl.ROUTE) as wire:
+        routes = [each for each in read_routes(wire, nl.AF[family_of(address)]) if each.table == table]
     those = (each for each in routes if ip_address(address) in each.network)
     return max(those, key=lambda each: each.length, default=None)
 
 
-def _route_to(wire: nl.Netlink, address: str, source: str = "", index: int = 0) -> dict[int, bytes]:
+def _route_to(wire: nl.Netlink, address: str, source: str = "", index: int = 0, mark: int = 0) -> dict[int, bytes]:
     """Returns the route to an address, empty: there is none."""
     family = nl.AF[family_of(address)]
     packed = socket.inet_pton(family, address)
@@ -181,6 +200,7 @@ def _route_to(wire: nl.Netlink, address: str, source: str = "", index: int = 0) 
     body = _ROUTE.pack(family, bits, bits * bool(source), 0, 0, 0, 0, 0, 0) + nl.attribute(RTA_DST, packed)
     body += nl.attribute(RTA_SRC, socket.inet_pton(family, source)) if source else b""
     body += nl.attribute(RTA_IIF, index.to_bytes(4, sys.byteorder)) if index else b""
+    body += nl.attribute(RTA_MARK, mark.to_bytes(4, sys.byteorder)) if mark else b""
     try:
         found = wire.get(nl.Message(GET_ROUTE, body, what=f"reading the route to {address}"))
     except nl.NetlinkFailed:

@@ -1963,18 +1963,79 @@ def test_a_pod_that_drops_what_comes_in_is_blamed_and_no_other_problem(clinic: C
 
 
 @only_in("nftables", "iptables")
-def test_a_rule_that_keeps_a_service_from_being_translated_is_named(clinic: Clinic, mode: str) -> None:
+@pytest.mark.parametrize("variant", ["nft", "legacy"])
+def test_a_rule_that_keeps_a_service_from_being_translated_is_named(clinic: Clinic, variant: str, mode: str) -> None:
     """Behind a rule of iptables that accepts, the chains of nftables follow, but not those that iptables leads to."""
-    table, target = ("raw", ("CT", "--notrack")) if mode == "nftables" else ("nat", ("ACCEPT",))
-    rule = ("PREROUTING", "-d", "10.96.0.0/16", "-j", *target)
-    clinic.run("node", "iptables-nft", "-t", table, "-I", *rule)
+    table, target = ("nat", "ACCEPT") if (mode, variant) == ("iptables", "nft") else ("raw", "CT --notrack")
+    rule = ("PREROUTING", "-d", "10.96.0.0/16", "-j", *target.split())
+    clinic.run("node", f"iptables-{variant}", "-t", table, "-I", *rule)
     try:
         found = clinic.doctor(NAME)[1]
     finally:
-        clinic.run("node", "iptables-nft", "-t", table, "-D", *rule)
+        clinic.run("node", f"iptables-{variant}", "-t", table, "-D", *rule)
     assert "keeps it from being translated" in found.verdict, found
     worst = next(each for each in found.findings if each.mark == "problem")
-    assert worst.todo.startswith(f"`nft delete rule ip {table} PREROUTING handle "), found
+    deletes = {"nft": f"nft delete rule ip {table} PREROUTING handle ",
+               "legacy": f"iptables-legacy -t {table} -D PREROUTING -d 10.96.0.0/16 -j {target}"}  # fmt: skip
+    assert worst.todo.startswith(f"`{deletes[variant]}"), found
+
+
+@only_in("nftables", "iptables")
+@pytest.mark.parametrize("at", ["-t filter -{} FORWARD", "-t raw -{} PREROUTING", "-t mangle -{} POSTROUTING"])
+def test_a_rule_of_iptables_legacy_that_drops_is_named(clinic: Clinic, at: str) -> None:
+    rule = (*at.split(), "-p", "tcp", "--dport", "8080", "-j", "DROP")
+    clinic.run("node", "iptables-legacy", *(word.format("A") for word in rule))
+    try:
+        found = clinic.doctor(NAME)[1]
+    finally:
+        clinic.run("node", "iptables-legacy", *(word.format("D") for word in rule))
+    assert (found.cause, found.certain) == ("firewall", True), found
+    advice = f"`iptables-legacy {at.format('D')} -p tcp -m tcp --dport 8080 -j DROP` removes it"
+    assert any(advice in each.todo for each in found.findings), found
+
+
+@only_in("nftables", "iptables")
+def test_a_rule_behind_the_tracking_of_flows_is_not_blamed_for_tracking_none(clinic: Clinic) -> None:
+    chains = (f"chain {name} {{ type filter hook prerouting priority {at} ; ip daddr 10.96.0.10 notrack ; }} ;"
+              for name, at in (("late", -150), ("early", -300)))  # fmt: skip
+    with clinic.rules("node", f"table inet somebody {{ {' '.join(chains)} }}"):
+        found = clinic.doctor(NAME)[1]
+    assert "rule `ip daddr 10.96.0.10 notrack` in chain early of table inet somebody probably keeps" in found.verdict
+
+
+MARKING = "table inet somebody {{ chain c {{ type {} priority -150 ; ip daddr 10.96.0.10 {}meta mark set 0x55 ; }} ; }}"
+
+
+@only_in("nftables", "iptables")
+@pytest.mark.parametrize(
+    ("marks", "at", "count"),
+    [("filter hook prerouting", "PREROUTING", "counter "), ("filter hook prerouting", "PREROUTING", ""),
+     ("route hook output", "OUTPUT", "counter "), ("route hook output", "OUTPUT", ""),
+     ("iptables-nft", "PREROUTING", "always"), ("iptables-legacy", "PREROUTING", "always")],
+)  # fmt: skip
+def test_a_mark_that_leads_packets_to_a_route_that_refuses(clinic: Clinic, marks: str, at: str, count: str) -> None:
+    rule = ["-t", "mangle", "-A", at, "-d", "10.96.0.10", "-j", "MARK", "--set-mark", "0x55"]
+    table = MARKING.format(marks, count)
+    if marks.startswith("iptables"):
+        clinic.run("node", marks, *rule)
+        table = "table inet somebody { }"
+    clinic.run("node", "ip", "route", "add", "blackhole", "default", "table", "100")
+    clinic.run("node", "ip", "rule", "add", "fwmark", "0x55", "lookup", "100", "pref", "99")
+    try:
+        with clinic.rules("node", table):
+            found = clinic.doctor(NAME)[1]
+    finally:
+        clinic.run("node", "ip", "rule", "del", "pref", "99")
+        clinic.run("node", "ip", "route", "flush", "table", "100")
+        if marks.startswith("iptables"):
+            clinic.run("node", marks, *("-D" if word == "-A" else word for word in rule))
+    assert (found.cause, found.certain) == ("firewall", bool(count)), found
+    assert f"diverts packets in {at}" in found.verdict
+    assert (
+        "(for its mark the routing rule `pref 99 fwmark 0x55 lookup 100` leads packets to `blackhole" in found.verdict
+    )
+    worst = next(each for each in found.findings if each.mark == "problem")
+    assert worst.todo.startswith("`ip rule del pref 99 fwmark 0x55 lookup 100`"), found
 
 
 @only_in("ebpf", "nftables", "iptables")

@@ -87,10 +87,10 @@ def test_a_rule_has_its_number_and_its_place(hook: str, priority: int, late: boo
 
 def test_legacy_rules_with_their_counters() -> None:
     assert of_iptables(LEGACY, "ip") == (
-        Rule("ip filter (legacy)", "FORWARD", ("forward",), "policy DROP", 7),
+        Rule("ip filter (legacy)", "FORWARD", ("forward",), "policy DROP", 7, priority=0),
         Rule(
             "ip filter (legacy)", "CNI", ("forward",),
-            "-s 10.0.0.0/8 -j REJECT --reject-with icmp-port-unreachable", 6,
+            "-s 10.0.0.0/8 -j REJECT --reject-with icmp-port-unreachable", 6, priority=0,
         ),
     )  # fmt: skip
 
@@ -165,6 +165,50 @@ def test_a_map_of_verdicts_that_accepts_first_drops() -> None:
     text = "table inet x {\n\tchain c {\n\t\tct state vmap { established : accept, invalid : drop }\n\t}\n}\n"
     base = BaseChain("inet x", "c", "filter", "forward", rules=1, drops=False, packets=None)
     assert [rule.spares for rule in of_nft(text, [base])] == [False]
+
+
+@pytest.mark.parametrize(
+    ("lines", "spared"),
+    [("*raw\n:PREROUTING ACCEPT [0:0]\n-A PREROUTING -d 10.0.0.1/32 -j CT --notrack", True),
+     ("*raw\n:PREROUTING ACCEPT [0:0]\n-A PREROUTING -d 10.0.0.1/32 -j NOTRACK", True),
+     ("*raw\n:PREROUTING ACCEPT [0:0]\n-A PREROUTING -d 10.0.0.1/32 -j ACCEPT", False),
+     ("*nat\n:PREROUTING ACCEPT [0:0]\n-A PREROUTING -d 10.0.0.1/32 -j ACCEPT\n-A PREROUTING -j HP-SERVICES", True),
+     ("*nat\n:PREROUTING ACCEPT [0:0]\n-A PREROUTING -j HP-SERVICES\n-A PREROUTING -d 10.0.0.1/32 -j ACCEPT", False),
+     ("*nat\n:PREROUTING ACCEPT [0:0]\n-A PREROUTING -d 10.0.0.1/32 -j ACCEPT\n-A PREROUTING -j CNI", False)],
+)  # fmt: skip
+def test_legacy_rules_that_keep_packets_from_being_translated(lines: str, spared: bool) -> None:
+    found = of_iptables(f"{lines}\nCOMMIT\n", "ip")
+    assert [rule.spares for rule in found] == [True] * spared
+    assert all(takes(rule.text, PACKET) for rule in found)
+
+
+@pytest.mark.parametrize(("priority", "known"), [(-300, True), (-200, True), (-199, False), (0, False)])
+def test_what_tracks_no_flows_does_so_before_conntrack_alone(priority: int, known: bool) -> None:
+    base = BaseChain("inet x", "c", "filter", "prerouting", rules=1, drops=False, packets=None, priority=priority)
+    found = of_nft(
+        "table inet x {\n\tchain c {\n\t\tip daddr 10.0.0.1 counter packets 1 bytes 9 notrack\n\t}\n}\n", [base]
+    )
+    assert [rule.spares for rule in found] == [True] * known
+
+
+@pytest.mark.parametrize(
+    ("rule", "mark"),
+    [("ip daddr 10.0.0.1 tcp dport 8080 meta mark set 0x00000055", 0x55),
+     ("ip daddr 10.0.0.1 counter packets 1 bytes 9 meta mark set mark and 0xffffff00 xor 0x55", 0x55),
+     ("ip daddr 10.0.0.1 meta mark set meta mark & 0x0000ff55 | 0x00000055", 0x55),
+     ("ip daddr 10.0.0.1 meta mark set mark or 0x4000", 0x4000),
+     ("-d 10.0.0.1/32 -j MARK --set-xmark 0x55/0xffffffff", 0x55),
+     ("ip daddr 10.0.0.1 meta mark set ct mark", None), ("ip daddr 10.0.0.1 ct mark set 0x55", None),
+     ("ip daddr 10.0.0.1 meta mark 0x55 counter packets 1 bytes 9", None)],
+)  # fmt: skip
+def test_rules_that_mark_packets_before_their_route_is_chosen(rule: str, mark: int | None) -> None:
+    for hook in ("prerouting", "forward"):
+        base = BaseChain("ip mangle", "c", "filter", hook, rules=1, drops=False, packets=None, priority=-150)
+        found = of_nft(f"table ip mangle {{\n\tchain c {{\n\t\t{rule} # handle 2\n\t}}\n}}\n", [base])
+        if rule.startswith("-d"):
+            found = of_iptables(f"*mangle\n:{hook.upper()} ACCEPT [0:0]\n[1:9] -A {hook.upper()} {rule}\n", "ip")
+        assert [each.mark for each in found] == [mark] * (mark is not None and hook == "prerouting")
+        assert all(takes(each.text, PACKET) and not each.spares for each in found)
 
 
 @pytest.mark.parametrize(

@@ -1106,7 +1106,8 @@ def _blamed(
     facts: ServiceFacts, rules: Sequence[Rule], failed: Sequence[Tried], seen: str, mark: Mark = "problem"
 ) -> Finding:
     """The first of these rules that counted, or those that are on the way."""
-    rule, sure = rules[0], rules[0] in facts.counted
+    rule = rules[0]
+    sure = rule in facts.counted and (rule.detour is None or rule.detour.refuses)  # another route may be right
     twins = [each for each in facts.rules if rule.away and (each.table, each.text) == (rule.table, rule.text)]
     text = f"{_firewall(rule)} {'probably ' * (not sure)}{_does(rule)} packets in {'/'.join(rule.hooks).upper()}: "
     if sure:
@@ -1115,7 +1116,7 @@ def _blamed(
         rules = twins or rules  # the node's own packets pass another chain than those of pods
         text += f"{seen}; on their way {_verb(rules, 'is', 'are')} {some(list(map(str, rules)), '; ')}"
         todo = f"it has no counter: {_count_it(rule)}, then ask doctor again, which names the rule that counts"
-        todo = no_nat(*rules) if rule.away else todo
+        todo = no_nat(*rules) if rule.away else _accept(rule) if rule.detour else todo
     own = rule.pod and {each.source for each in failed} <= {*rule.pod}
     cause: Cause = "foreign-nat" if rule.away else "client-pod" if own else "firewall"
     hits = 1 if own else len({each.end for each in failed if each.via == "backend"})
@@ -1346,12 +1347,16 @@ def _firewall(rule: Rule) -> str:
 
 
 def _does(rule: Rule) -> str:
-    return "redirects" if rule.away else "rejects" if "reject" in rule.text.lower() else "drops"
+    if rule.away or rule.detour:
+        return "redirects" if rule.away else "diverts"
+    return "rejects" if "reject" in rule.text.lower() else "drops"
 
 
 def _accept(rule: Rule, clients: str = "the pods' traffic") -> str:
     if rule.away:
         return no_nat(rule)
+    if rule.detour:
+        return f"`{rule.enter}{rule.detour.delete}`" + f", or {rule.delete} removes the mark" * bool(rule.delete)
     own = {"input", "output"}.issuperset(rule.hooks)  # packets of pods do not pass there
     whose = "this pod's connections" if rule.pod else "this node's own connections to pods" if own else clients
     if rule.text.lower() != "policy drop":

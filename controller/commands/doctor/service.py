@@ -96,7 +96,8 @@ def _with_connections(args: argparse.Namespace, services: Sequence[ServiceFacts]
     before = {pod: link_of(pod, own, interfaces) for pod in taking_part if attempts}
     before_all = _events(args.admin_socket, p.NO_EVENT) if node.facts.agent and attempts else None
     guarded = list(dict.fromkeys((*clients, *taking_part)))[:MOST_BACKENDS]
-    rules, rules_unknown = rules_here(guarded, source) if attempts else ((), "")
+    asked_at = dict.fromkeys(each.address for each in attempts)
+    rules, rules_unknown = rules_here(guarded, source, asked_at) if attempts else ((), "")
     tried = try_all(list(attempts), args.timeout) if attempts else {}
     ways = []  # read before more is tried: the kernel forgets a neighbour entry that failed within seconds
     for ours, mine in zip(backends, plans, strict=True):
@@ -110,7 +111,8 @@ def _with_connections(args: argparse.Namespace, services: Sequence[ServiceFacts]
     second = _by_another_pod(tried.values(), attempts, others, misled)
     again = try_all(second, args.timeout) if second else {}
     after = {pod: link_of(pod, own, interfaces) for pod in before}
-    counters = counted(rules, rules_here(guarded, source)[0]) if any(rule.packets is not None for rule in rules) else {}
+    counts = any(rule.packets is not None for rule in rules)
+    counters = counted(rules, rules_here(guarded, source, asked_at)[0]) if counts else {}
     made = (*tried.values(), *syns.values(), *again.values())
     own_ends = frozenset(socket_text(each.source, each.client_port) for each in made)
     since = _events(args.admin_socket, before_all.last, own_ends) if before_all else None

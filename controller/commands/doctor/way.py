@@ -198,12 +198,12 @@ def _way_back(
     return None
 
 
-def rules_here(pods: Iterable[Pod] = (), client: str = "") -> tuple[tuple[Rule, ...], str]:
+def rules_here(pods: Iterable[Pod] = (), client: str = "", ends: Collection[str] = ()) -> tuple[tuple[Rule, ...], str]:
     """Rules of other programs, on this node (see `read_rules`) and in these pods, and why some could not be read."""
-    rules, unknown = read_rules(client=client)
+    rules, unknown = read_rules(client=client, ends=ends)
     for pod in pods:
         with contextlib.suppress(OSError), namespaces.inside(pod.path):
-            own, enter = read_rules()[0], f"nsenter --net={pod.path} "
+            own, enter = read_rules(ends=ends)[0], f"nsenter --net={pod.path} "
             rules += tuple(msgspec.structs.replace(rule, pod=pod.addresses, enter=enter) for rule in own)
     return rules, unknown
 
