@@ -21,7 +21,7 @@ import resource
 import socket
 import threading
 from collections.abc import Awaitable, Callable, Mapping
-from functools import partial
+from functools import cache, partial
 from http import HTTPStatus
 from typing import Final
 
@@ -30,6 +30,7 @@ import h11
 from hybrid_proxy.controller.redact import redact
 from hybrid_proxy.controller.serving.health import TEXT, Answer, Listener
 from hybrid_proxy.dataplane.errors import told
+from hybrid_proxy.dataplane.kernel.lock import listeners
 from hybrid_proxy.dataplane.table import socket_text
 
 log = logging.getLogger(__name__)
@@ -114,9 +115,10 @@ class HttpServer:
             if key not in wanted or wanted[key].place != listener.place:
                 self._close_listener(key)
         self._listeners = wanted
+        holders = cache(listeners)  # they are looked for once, however many ports are taken
         for key, listener in wanted.items():
             if key not in self._accepting:
-                self._open(key, listener)
+                self._open(key, listener, holders)
         if self._retry is not None:
             self._retry.cancel()
             self._retry = None
@@ -132,7 +134,7 @@ class HttpServer:
         for connection in [one for one, of in self.connections.items() if of == key]:
             connection.cancel()
 
-    def _open(self, key: str, listener: Listener) -> None:
+    def _open(self, key: str, listener: Listener, holders: Callable[[], Mapping[int, str]]) -> None:
         sockets: list[socket.socket] = []
         try:
             for address in listener.addresses:
@@ -140,8 +142,11 @@ class HttpServer:
         except OSError as error:
             for opened in sockets:
                 opened.close()
-            where = socket_text(address, listener.port)
-            self._report(key, f"{listener.what} cannot be served at {where}: {_message(error)}")
+            failed = f"{listener.what} cannot be served at {socket_text(address, listener.port)}: "
+            if error.errno != errno.EADDRINUSE:
+                self._report(key, failed + (os.strerror(error.errno) if error.errno else str(error)))
+            elif not self._troubles.get(key, "").startswith(failed):  # each time would cost too much
+                self._report(key, f"{failed}{holders().get(listener.port, 'another socket')} has this port")
             return
         self._accepting[key] = {each: self._loop.create_task(self._accept(key, each)) for each in sockets}
         if self._troubles.pop(key, None):
@@ -313,9 +318,3 @@ def _bound(family: int, address: str, port: int, *, both: bool = False) -> socke
         made.close()
         raise
     return made
-
-
-def _message(error: OSError) -> str:
-    if error.errno == errno.EADDRINUSE:
-        return "another socket has this port"
-    return os.strerror(error.errno) if error.errno else str(error)

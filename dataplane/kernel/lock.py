@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
+import glob
+import itertools
 import logging
 import os
 import socket
@@ -14,6 +17,7 @@ from hybrid_proxy.dataplane.errors import Occupied
 from hybrid_proxy.dataplane.kernel.descriptors import peer_of
 
 NETNS_NAME: Final = "\0hybrid-proxy"
+_LISTENS: Final = "0A"  # the state in /proc/net: net/tcp_states.h
 BACKLOG: Final = 4096  # nobody accepts: each process that asked for the holder uses a place
 
 log = logging.getLogger(__name__)
@@ -81,6 +85,23 @@ def _holder(inode: int) -> str:
         if "->" not in fields and fields[1] == "FLOCK" and fields[5].endswith(f":{inode}"):
             return _described(int(fields[4]))
     return _described(0)
+
+
+def listeners() -> dict[int, str]:
+    """Returns the processes that listen by TCP in the thread's network namespace, by port, as far as they are seen."""
+    ports = dict[str, int]()
+    for name in ("tcp", "tcp6"):
+        with contextlib.suppress(OSError), Path("/proc/thread-self/net", name).open() as lines:
+            rows = itertools.islice(map(str.split, lines), 1, None)
+            for row in itertools.takewhile(lambda row: row[3] == _LISTENS, rows):  # these come before all others
+                ports[f"socket:[{row[9]}]"] = int(row[1].rpartition(":")[2], 16)
+    found = dict[int, str]()
+    for link in glob.iglob("/proc/[0-9]*/fd/*"):  # noqa: PTH207 (that of Path raises where a process ends)
+        with contextlib.suppress(OSError):
+            if (port := ports.get(str(Path(link).readlink()))) is not None:
+                pid = link.split("/")[2]
+                found[port] = f"process {pid} ({Path(f'/proc/{pid}/comm').read_text().strip()})"
+    return found
 
 
 def _described(pid: int) -> str:

@@ -5,6 +5,8 @@ The mode is one that programs nothing, and fails when the test says so: what is 
 
 from __future__ import annotations
 
+import os
+import re
 import socket
 import time
 from datetime import UTC, datetime, timedelta
@@ -139,7 +141,7 @@ class TestHealthCheckNodePorts:
             )  # fmt: skip
             assert (event["type"], event["action"]) == ("Warning", "Listen")
             assert ME in event["note"]
-            assert "0.0.0.0:30501: another socket has this port" in event["note"]
+            assert re.search(r"0\.0\.0\.0:30501: process \d+ \(.+?\) has this port", event["note"])
             assert "shop/blocked" in agent.tail()
             checks = agent.status().health_checks
             assert (checks.served, list(checks.failed)) == (1, ["shop/blocked"])
@@ -212,8 +214,10 @@ class TestMetricsServer:
     def test_7_14_a_taken_port_is_retried(self, start, lab, api):
         with occupied(lab, "127.0.0.1", METRICS):
             agent = start()
-            assert "metrics cannot be served at 127.0.0.1:10249: another socket has this port" in agent.tail()
-            assert "--metrics-bind-address" in agent.status().health_checks.listeners
+            who = rf"process {os.getpid()} \(.+?\) has this port"
+            said = rf"metrics cannot be served at 127\.0\.0\.1:10249: {who}"
+            until(lambda: re.search(said, agent.tail()), "the log names the process")
+            assert re.search(said, agent.status().health_checks.listeners["--metrics-bind-address"])
             assert fetch(lab, "/healthz").status == 200
         until(status_is(lab, "/healthz", 200, METRICS), "served after all")
         assert agent.status().health_checks.listeners == {}
@@ -233,4 +237,4 @@ class TestMetricsServer:
             assert agent.process is not None
             assert agent.process.wait(20 * DEADLINES) == 1
             assert f"{flag}: " in agent.tail()
-            assert "another socket has this port" in agent.tail()
+            assert re.search(r"process \d+ \(.+?\) has this port", agent.tail())
