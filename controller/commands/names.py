@@ -66,12 +66,12 @@ def asked_for(service: str | None, namespace: str | None = None) -> Asked:
 def named(typed: str, rows: Iterable[ServiceRow]) -> str:
     """The service with this address, its port at this address and port, or of this number; other text as it is."""
     found = dict[str, str]()
-    for name, frontend in ((row.name, frontend) for row in rows if row.name for frontend in row.frontends):
+    for name, protocol, frontend in ((row.name, row.protocol, at) for row in rows if row.name for at in row.frontends):
         service, (address, _, number) = name.partition(":")[0], frontend.rpartition(":")
-        found |= {frontend: name, address.strip("[]"): service}
-        by_number = f"{service}:{number}"  # TCP and UDP may have one number
-        found[by_number] = name if found.get(by_number, name) == name else service
-    return found.get(typed, typed)
+        found[address.strip("[]")] = service
+        for at in (frontend, f"{service}:{number}"):  # TCP and UDP may have one number: `:53/udp`
+            found |= {f"{at}/{protocol.lower()}": name, at: name if found.get(at, name) == name else service}
+    return found.get(typed.lower(), typed)
 
 
 def checked(asked: Asked, known: Iterable[str | None]) -> Asked:

@@ -12,7 +12,7 @@ from hybrid_proxy.dataplane.reports import ServiceRow
 KNOWN = ("default/web:http", "default/web:https", "shop/web:http", "shop/basket", "kube-system/kube-dns:dns-tcp", None)
 
 ROWS = [
-    ServiceRow(name=name, frontends=ends, protocol="TCP", backends=1)
+    ServiceRow(name=name, frontends=ends, protocol="UDP" if name.endswith(":dns") else "TCP", backends=1)
     for name, ends in (
         ("default/web:http", ["10.96.0.10:80", "[fd96::10]:80", "node port 30080"]),
         ("default/web:https", ["10.96.0.10:443"]),
@@ -79,6 +79,9 @@ def test_of_a_service_without_this_port_its_ports_are_named() -> None:
      ("fd96::10", "default/web"), ("10.96.0.10:81", "10.96.0.10:81"), ("shop/web", "shop/web"),
      ("default/web:80", "default/web:http"), ("default/web:443", "default/web:https"), ("shop/one:80", "shop/one"),
      ("kube-system/dns:53", "kube-system/dns"), ("default/web:8080", "default/web:8080"),
+     ("10.96.0.12:53", "kube-system/dns"), ("10.96.0.12:53/udp", "kube-system/dns:dns"),
+     ("10.96.0.12:53/TCP", "kube-system/dns:dns-tcp"), ("kube-system/dns:53/udp", "kube-system/dns:dns"),
+     ("10.96.0.10:80/udp", "10.96.0.10:80/udp"),
      ("default/web:30080", "default/web:30080")],
 )  # fmt: skip
 def test_a_service_may_be_named_by_its_address_and_a_port_by_its_number(typed: str, meant: str) -> None:
