@@ -6,12 +6,13 @@ is one consistent state.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from ipaddress import ip_address
+from ipaddress import ip_address, ip_network
 from typing import Any, Final
 
 import msgspec
@@ -28,7 +29,7 @@ from hybrid_proxy.controller.agent.process import resident_bytes
 from hybrid_proxy.controller.agent.syncer import Syncer
 from hybrid_proxy.controller.errors import ControllerError
 from hybrid_proxy.controller.kubernetes import Source
-from hybrid_proxy.controller.kubernetes.model import Service
+from hybrid_proxy.controller.kubernetes.model import Endpoint, Service
 from hybrid_proxy.controller.semantics.explain import Explainer, Packet, destination_of, meant_by
 from hybrid_proxy.controller.semantics.lacks import with_policy
 from hybrid_proxy.controller.serving import protocol as p
@@ -114,7 +115,8 @@ class Answers:
         match request:
             case p.GetStatus():
                 return p.StatusAnswer(self._status())
-            case p.GetNames(endpoints):
+            case p.GetNames(asked):
+                endpoints = self.syncer.cluster.endpoints() if asked else {}
                 return p.NamesAnswer(
                     mode=self.mode.choice.effective,
                     draining=sorted(self.mode.draining.names),
@@ -126,7 +128,8 @@ class Answers:
                     node_ports_at=list(self.syncer.builder.table.node.node_port_addresses),
                     problems=list(self.syncer.cluster.problems.values()),
                     unprogrammed=unserved(programmer.unprogrammed),
-                    endpoints=self.syncer.cluster.endpoints() if endpoints else {},
+                    endpoints=endpoints,
+                    misplaced=misplaced(self.syncer.builder.table, endpoints),
                 )
             case p.GetTraffic():
                 each = (programmer, *self.mode.draining.programmers)  # at most one of them counts
@@ -321,25 +324,30 @@ def _of_table(table: ServiceTable, service: str | None, packets: Sequence[Packet
 
 def _is_heard(address: str, service: Service) -> bool:
     """Returns whether somebody listens at a port of a Service at this address, as NodeLocal DNSCache does at two."""
-    ports = {(port.protocol, port.port) for port in service.ports}
-    there = {
-        (protocol, port)
-        for protocol in {protocol for protocol, _ in ports} - {Protocol.SCTP}
-        for at, port in namespaces.listening(protocol)
-        if at == address or ip_address(at).is_unspecified
-    }
-    return not ports.isdisjoint(there) or Protocol.SCTP in dict(ports)  # nobody asks who listens by SCTP
+    ports, there = {(port.protocol, port.port) for port in service.ports}, set[tuple[Protocol, int]]()
+    for protocol in dict(ports):
+        with contextlib.suppress(FileNotFoundError):  # the kernel has no SCTP yet, so nobody listens by it
+            listeners = namespaces.listening(protocol)
+            there |= {(protocol, port) for at, port in listeners if at == address or ip_address(at).is_unspecified}
+    return not ports.isdisjoint(there)
+
+
+def misplaced(table: ServiceTable, endpoints: Mapping[str, Sequence[Endpoint]]) -> dict[str, str]:
+    """Return addresses of ready endpoints that are ClusterIPs or in the service CIDRs, and this in words."""
+    whose = {end.address: service for service, ends in endpoints.items() for end in ends if end.ready}
+    at, found = {end: ip_address(end) for end in whose.keys() - {*table.node.addresses}}, dict[str, str]()
+    for cidr in map(ip_network, table.node.service_cidrs):
+        found |= dict.fromkeys((end for end in at if at[end] in cidr), f"in the service range {cidr}")
+    for entry in table.entries() if whose else ():
+        clusters = {each.address or "" for each in entry.frontends if each.kind is Kind.CLUSTER_IP}
+        found |= dict.fromkeys(clusters & whose.keys(), f"the ClusterIP of {entry.name.partition(':')[0]}")
+    return {end: f"an endpoint of {whose[end]} and {what}" for end, what in sorted(found.items())}
 
 
 def _outer_addresses(table: ServiceTable) -> list[str]:
     """Returns the addresses at which external clients reach Services: of this node, external and load-balancer IPs."""
-    outer = {
-        frontend.address
-        for entry in table.entries()
-        for frontend in entry.frontends
-        if frontend.kind is not Kind.CLUSTER_IP and frontend.address is not None
-    }
-    return sorted(outer | set(table.node.addresses))
+    outer = (each for entry in table.entries() for each in entry.frontends if each.kind is not Kind.CLUSTER_IP)
+    return sorted({*table.node.addresses, *filter(None, (each.address for each in outer))})
 
 
 def _latency(seconds: Sequence[float]) -> p.ChangeLatency:

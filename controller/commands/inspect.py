@@ -236,7 +236,6 @@ def explain_live(args: argparse.Namespace, packets: list[Packet]) -> int:
     from hybrid_proxy.controller.commands.doctor.way import astray
     from hybrid_proxy.controller.commands.views import remembered
     from hybrid_proxy.dataplane.kernel import namespaces
-    from hybrid_proxy.dataplane.kernel.roles import Roles
 
     for each in packets:
         if family_of(each.src) != family_of(each.dst):
@@ -270,8 +269,7 @@ def explain_live(args: argparse.Namespace, packets: list[Packet]) -> int:
         row.name, row.mode = packet.name, row.mode or agent.mode
         if row.service and not args.flows:
             ends = {host: host in at for host in (end.rpartition(":")[0].strip("[]") for end in row.backends)}
-            uplinks = Roles((), ()).look((here := read_node()).interfaces, ())[1]
-            wrong = astray(ends, {packet.src}, {packet.dst}, pods, here, uplinks, ())
+            wrong = astray(ends, {packet.src}, {packet.dst}, pods, (here := read_node()), ())
             row.steps += [ExplainStep("way", f"The way to {end} is wrong: {why}.") for end, (why, _) in wrong.items()]
             row.steps += _met(packet, row, here.addresses)
             out = [each.address for each in agent.ejections if each.ejected and each.service == row.service]

@@ -19,6 +19,7 @@ from hybrid_proxy.dataplane.firewall_rules import DSTNAT, Rule, Taken
 from hybrid_proxy.dataplane.modes.ebpf.maps.pools import SETTINGS
 from hybrid_proxy.dataplane.other_proxies import ITS_RULES, LEFT
 from hybrid_proxy.dataplane.reports import FORWARDING, Fill, Status, clock, several, some, unserved
+from hybrid_proxy.dataplane.table import family_of
 
 NEARLY_FULL: Final = 0.9
 SEE_FAILURES: Final = frozenset({"ebpf", "userspace"})  # modes that know how connections to backends end
@@ -64,6 +65,7 @@ class Trouble(NamedTuple):
     mark: Mark = "problem"
     todo: str = ""
     said: Sequence[str] = ()
+    family: int | None = None  # whose packets it concerns; None: of both
 
 
 def troubles(status: AgentStatus, *, serves: bool = False, answered: Collection[str] = ()) -> list[Trouble]:
@@ -211,9 +213,9 @@ def _object_troubles(status: AgentStatus) -> Iterator[Trouble]:
         todo = f"{some(back)}, then its routes, which doctor names" if back else "correct it, or the setting"
         yield Trouble("node", "node-faults", f"{what} missing or wrong", "node", status.node_faults, todo=todo)
     for route in status.lost_routes:
-        text = f"the default route of IPv{6 if '::/0' in route else 4} is gone"
+        text = f"the default route of IPv{(family := family_of(route.split()[3]))} is gone"
         lost = [f"{text}: nothing leads beyond this node's networks"]
-        yield Trouble("node", "address-lost", text, "node", lost, todo=f"`{route}`{GONE}")
+        yield Trouble("node", "address-lost", text, "node", lost, todo=f"`{route}`{GONE}", family=family)
     if status.conflicts:
         details = [f"{service}: {text}" for service, texts in status.conflicts.items() for text in texts]
         yield Trouble("objects", "refused-objects", f"{_many(details, 'frontend')} of another service too", "conflict",

@@ -90,8 +90,7 @@ class Programmed(NamedTuple):
         rows: list[FlowRow] = []
         listed, total = set[tuple[str, str, str]](), 0
         for name, view in reversed(self.views):
-            shared = open_mode(name).conntrack and len(names) > 1
-            found, count = self._flows_of(name, view, ALL if shared else limit)
+            found, count = self._flows_of(name, view, ALL if open_mode(name).conntrack and len(names) > 1 else limit)
             own = [row for row in found if _ends(row) not in listed]
             listed.update(map(_ends, own))
             if of in (None, name):
@@ -144,15 +143,15 @@ class Agent(NamedTuple):
             raise self.error or ControllerError("the agent has no status")
         return self.status
 
-    def programmed(self, *, draining: bool = False) -> Programmed:
-        """Read what is programmed; it may be nothing where no agent answers.
+    def programmed(self, *, draining: bool = False, endpoints: bool = False) -> Programmed:
+        """Read what is programmed; it may be nothing where no agent answers, who knows the `endpoints`.
 
         Raises:
             ControllerError, DataplaneError: it cannot be read.
         """
         if self.error is not None:
             return as_left(self.admin_socket, self.pin_root, self.error)
-        return programmed(self.admin_socket, self.pin_root, draining=draining)
+        return programmed(self.admin_socket, self.pin_root, draining=draining, endpoints=endpoints)
 
     def events(self) -> list[PacketEvent]:
         """The packet events that the agent keeps; without one, what the last one wrote down, and what came since.
@@ -317,8 +316,7 @@ def without_agent(admin_socket: str, pin_root: str | None, error: admin.Unanswer
 def last_changes(admin_socket: str, now: float) -> list[ChangeRow]:
     """Returns the changes of the last hour, the oldest first."""
     with contextlib.suppress(OSError):
-        rows = folded(read_changes(changes_path(admin_socket)))
-        return [row for row in rows if now - row.last < CHANGES_SECONDS]
+        return [row for row in folded(read_changes(changes_path(admin_socket))) if now - row.last < CHANGES_SECONDS]
     return []
 
 
@@ -331,8 +329,7 @@ def remembered_events(admin_socket: str, error: admin.UnansweredError) -> tuple[
         with contextlib.closing(view):
             names |= {row.name for row in view.services() if row.name}
             events += [msgspec.structs.replace(row, mode=mode) for row in view.unread_events()]
-    events = [row for row in events if row.what != "trace"]
-    return sorted(names), events, unanswered(admin_socket, memory, error)
+    return sorted(names), [row for row in events if row.what != "trace"], unanswered(admin_socket, memory, error)
 
 
 def explained(admin_socket: str, error: admin.UnansweredError, asked: str = "") -> str:

@@ -434,8 +434,8 @@ class NamesAnswer(msgspec.Struct, frozen=True, tag_field="answer", tag="names"):
     """Answers `GetNames`: modes, the folder of pins, names by number, failing backends.
 
     `draining` are the modes that drain, `without_backend` the service ports that have none on this node. `left_to_node`
-    is as in `AgentStatus`, `node_ports_at` as in `TableAnswer`; `endpoints` has those of each Service, `problems`
-    objects that are refused, `unprogrammed` lines about service ports that are not programmed.
+    is as in `AgentStatus`, `node_ports_at` as in `TableAnswer`; `endpoints` has those of each Service, `misplaced` says
+    whose addresses no pod can have, `problems` has refused objects, `unprogrammed` lines about service ports.
     """
 
     mode: str
@@ -447,6 +447,7 @@ class NamesAnswer(msgspec.Struct, frozen=True, tag_field="answer", tag="names"):
     left_to_node: dict[str, str] = {}
     node_ports_at: list[str] = []
     endpoints: dict[str, list[Endpoint]] = {}
+    misplaced: dict[str, str] = {}
     problems: list[Problem] = []
     unprogrammed: list[str] = []
 

@@ -1597,7 +1597,7 @@ def test_a_pods_route_that_is_gone_is_told_of_the_node_with_the_command(clinic: 
     with route("")(clinic):
         clinic.written(lambda row: f"route to {end} by {link} removed" in row.what)
         (found,) = (each for each in clinic.doctor()[1].findings if each.cause == "endpoint-route")
-        assert (found.mark, f"`ip route replace {end} dev {link}`" in found.todo) == ("warning", True), found
+        assert (found.mark, f"`ip route replace {end} dev {link}`" in found.todo) == ("problem", True), found
     assert "endpoint-route" not in {each.cause for each in clinic.doctor()[1].findings}, "it is back"
 
 
@@ -1615,6 +1615,75 @@ def dual_stack(clinic: Clinic, pod: str, address: str = ADDRESSES[NAME]) -> Iter
         yield
     finally:
         clinic.api.delete("endpointslices", f"{NAME}-6")
+
+
+@only_in("ebpf", "nftables")
+def test_a_fault_of_one_family_is_no_cause_for_a_service_of_the_other(clinic: Clinic) -> None:
+    recovered(clinic)
+    clinic.put("pod2", name=FIRST)
+    try:
+        with dual_stack(clinic, "pod1"), clinic.setting("ipv6/conf/all/forwarding", "0"):
+            node, with_six, four = clinic.doctor(), clinic.doctor(NAME), clinic.doctor(FIRST)
+            packet = clinic.doctor("--to", f"{ADDRESSES[NAME]}:80")
+        with clinic.setting("ipv4/conf/all/forwarding", "0"):
+            assert clinic.doctor(FIRST)[1].cause == "forwarding-off"
+    finally:
+        clinic.remove(FIRST)
+    for code, found in (node, with_six):
+        assert (code, found.cause) == (1, "forwarding-off"), found
+        assert [each.family for each in found.findings if each.cause == "forwarding-off"] == [6]
+    for code, found in (four, packet):
+        assert (code, found.cause) == (0, ""), found
+
+
+@only_in("ebpf", "nftables")
+def test_a_node_that_lost_its_way_to_an_endpoint_of_its_own_is_not_well(clinic: Clinic) -> None:
+    """The interface has another name, so no change of its routes tells to which pod they led."""
+    recovered(clinic)
+    pod = clinic.lab["pod2"]
+
+    def rename(link: str, name: str) -> None:
+        for end, words in ((link, ("down",)), (link, ("name", name)), (name, ("up",))):
+            clinic.run("node", "ip", "link", "set", end, *words)
+
+    with kept(clinic, "node", pod.interface):
+        rename(pod.interface, "cali3")
+        try:
+            code, found = clinic.doctor()
+            causes = [clinic.doctor(*asked)[1].cause for asked in ((NAME,), ("-n", "shop"))]
+        finally:
+            rename("cali3", pod.interface)
+    assert (code, found.cause) == (1, "endpoint-route"), found
+    assert found.verdict.startswith(f"the way to {pod.address4} is wrong: its pod is behind cali3, and "), found
+    assert causes == ["endpoint-route", "endpoint-route"]
+    assert "endpoint-route" not in {each.cause for each in clinic.doctor()[1].findings}, "it is repaired"
+
+
+@only_in("ebpf", "nftables")
+@pytest.mark.parametrize(
+    ("address", "what"),
+    [(ADDRESSES[FIRST], f"the ClusterIP of {FIRST}"), ("10.96.77.7", "in the service range 10.96.0.0/12")],
+    ids=["ClusterIP", "range"],
+)
+def test_an_endpoint_at_an_address_of_services_is_the_cause(clinic: Clinic, address: str, what: str) -> None:
+    recovered(clinic)
+    clinic.put("pod1", name=FIRST)
+    ends = endpoint_slice(NAME, [clinic.lab["pod2"].address4, address], [("TCP", HTTP)], NODE_NAMES["node"])
+    ends["ports"][0]["name"] = "http"
+    try:
+        clinic.api.put(ends)
+        clinic.agent.wait(lambda _: address in str([port.backend_sets for port in clinic.table(NAME).ports]))
+        clinic.agent.wait(lambda status: status.synced)
+        answers = [clinic.doctor(*asked) for asked in ((NAME,), (), ("-n", "shop"))]
+        other = clinic.doctor(FIRST)
+    finally:
+        clinic.remove(FIRST)
+    for code, found in answers:
+        assert (code, found.cause, found.certain) == (1, "endpoint-address", True), found
+        assert f"no pod can have the address {address}, an endpoint of {NAME} and {what}" in found.verdict, found
+    of_service = answers[0][1]
+    assert [each.cause for each in of_service.findings if each.mark == "problem"] == ["endpoint-address"], of_service
+    assert other[1].cause == "", other
 
 
 def test_of_a_service_that_lacks_ipv6_endpoints_alone_the_family_is_told(clinic: Clinic) -> None:

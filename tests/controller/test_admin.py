@@ -21,6 +21,7 @@ import pytest
 from hybrid_proxy.controller import cli
 from hybrid_proxy.controller.agent import answers
 from hybrid_proxy.controller.errors import ControllerError
+from hybrid_proxy.controller.kubernetes.model import Endpoint, Service, ServicePort
 from hybrid_proxy.controller.serving.admin import REST_SECONDS, BusyError, Server, ask
 from hybrid_proxy.controller.serving.protocol import (
     BusyAnswer,
@@ -33,6 +34,7 @@ from hybrid_proxy.controller.serving.protocol import (
     SwitchMode,
 )
 from hybrid_proxy.dataplane.kernel.host_paths import stat_of
+from hybrid_proxy.dataplane.table import BackendSet, Entry, Frontend, Kind, NodeNetwork, Protocol, ServiceTable
 from tests.waiting import until
 
 
@@ -211,3 +213,42 @@ def test_an_agent_that_listens_and_does_not_answer_is_named_by_its_process(tmp_p
             ask(str(path), GetStatus(), StatusAnswer, seconds=0.2)
     assert found.value.who == f"the agent does not answer; its process {os.getpid()} is busy (state R)"
     assert str(found.value).endswith(f"{path})")
+
+
+@pytest.mark.parametrize(
+    ("listeners", "heard"),
+    [
+        ({Protocol.SCTP: [("10.96.0.9", 38412)]}, True),
+        ({Protocol.SCTP: [("::", 38412)]}, True),
+        ({Protocol.SCTP: [("10.96.0.8", 38412), ("10.96.0.9", 38413)], Protocol.TCP: [("10.96.0.9", 38412)]}, False),
+        ({Protocol.SCTP: [], Protocol.TCP: [("0.0.0.0", 80)]}, True),
+        ({Protocol.TCP: []}, False),  # the kernel has no SCTP, nor its list of listeners
+    ],
+)
+def test_a_cluster_ip_of_sctp_is_heard_where_somebody_listens_by_it(
+    monkeypatch: pytest.MonkeyPatch, listeners: dict[Protocol, list[tuple[str, int]]], heard: bool
+) -> None:
+    def listening(protocol: Protocol) -> list[tuple[str, int]]:
+        if protocol not in listeners:
+            raise FileNotFoundError
+        return listeners[protocol]
+
+    monkeypatch.setattr(answers.namespaces, "listening", listening)
+    ports = ServicePort("n2", Protocol.SCTP, 38412), ServicePort("http", Protocol.TCP, 80)
+    assert answers._is_heard("10.96.0.9", Service("shop", "amf", "ClusterIP", ports=ports)) is heard  # noqa: SLF001
+
+
+def test_endpoints_at_addresses_of_services_are_none_of_pods() -> None:
+    fronts = (Frontend(Kind.CLUSTER_IP, "10.96.0.1", 80, 0, 0), Frontend(Kind.EXTERNAL_IP, "192.0.2.1", 80, 0, 0))
+    entry = Entry("shop/web:http", 4, Protocol.TCP, fronts, (BackendSet(()),))
+    network = NodeNetwork(addresses=("10.96.9.9",), service_cidrs=("10.96.0.0/16", "fd96::/108"))
+    ends = [Endpoint(each) for each in ("10.96.0.1", "10.96.7.7", "10.96.9.9", "192.0.2.1", "10.0.0.1", "fd96::7")]
+    found = answers.misplaced(
+        ServiceTable({"shop/web": (entry,)}, network, 1, 0, frozenset()),
+        {"shop/a": [*ends, Endpoint("10.96.7.8", ready=False)]},
+    )
+    assert found == {
+        "10.96.0.1": "an endpoint of shop/a and the ClusterIP of shop/web",
+        "10.96.7.7": "an endpoint of shop/a and in the service range 10.96.0.0/16",
+        "fd96::7": "an endpoint of shop/a and in the service range fd96::/108",
+    }

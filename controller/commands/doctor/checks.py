@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Container, Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from shlex import quote
 from statistics import median
 from typing import Final
@@ -60,9 +60,10 @@ from hybrid_proxy.dataplane.table import Backend, Kind, Masquerade, WhenEmpty, f
 LOOKED_AT: Final = frozenset({"other-proxy", "conntrack-full", "empty-services", "forwarding-off", "foreign-nat"})
 WITHOUT_FORWARD: Final = frozenset({"userspace", "ipvs"})  # modes whose packets do not pass FORWARD
 # What hits some Services or pods: of the node it comes last.
-OF_SOME: Final = frozenset(
-    {"not-programmed", "endpoint-route", "left-to-node", "link-down", "backends-fail", "refused-objects", "ejected"}
-)
+OF_SOME: Final = frozenset({
+    "not-programmed", "endpoint-address", "endpoint-route", "left-to-node", "link-down", "backends-fail",
+    "refused-objects", "ejected",
+})  # fmt: skip
 # Hooks of netfilter that packets between pods pass on this node, and those of the node itself.
 FORWARDED: Final = frozenset({"ingress", "prerouting", "forward", "postrouting", "egress"})
 BEFORE: Final = frozenset({"ingress", "prerouting", "input"})  # a packet's destination is changed
@@ -175,10 +176,15 @@ def node_findings(facts: NodeFacts) -> Iterator[Finding]:
     yield from [Finding(one.mark, one.subject, text, one.todo, one.cause) for one, text in found] or [none]
     for family, on in facts.forwarding.items():
         off, well = forwarding_trouble(family), Finding("ok", "forwarding", f"{FORWARDING[family]} is on")
-        yield well if on else Finding(off.mark, off.subject, off.said[0], off.todo, off.cause)
+        yield well if on else Finding(off.mark, off.subject, off.said[0], off.todo, off.cause, family=family)
     if facts.stopped and facts.forwarding.get(4):
         yield Finding("problem", "links", *forwarding_off(facts.stopped), "endpoint-route")
-    for each in facts.lost_routes:
+    yield from _misplaced(facts.misplaced)
+    misled = _misled(facts)
+    for address, (why, todo) in misled.items():
+        text = f"the way to {address} is wrong: {why}"
+        yield Finding("problem", "routes", text, todo, "endpoint-route", not why.endswith("?"), 1)
+    for each in (one for one in facts.lost_routes if one.split()[3] not in misled):
         text = f"this node lost its route to {each.split()[3]}, and {each.split()[-1]}, by which it led, is up"
         yield Finding("warning", "routes", text, f"`{each}`; the CNI plugin's log may say why", "endpoint-route")
     for rule in facts.closed:  # its counter tells whether that hinders pods
@@ -202,8 +208,7 @@ def node_findings(facts: NodeFacts) -> Iterator[Finding]:
     yield _reverse_path(facts)
     if facts.conntrack is not None:
         yield _conntrack(facts.conntrack, facts.conntrack_user, facts.lost)
-    for text in facts.beside:
-        yield Finding("ok", "other programs", text)
+    yield from (Finding("ok", "other programs", text) for text in facts.beside)
     if agent is None:
         yield Finding("unknown", "backends", "the agent alone knows which are ejected")
     elif blind := sorted(_serving(facts) - SEE_FAILURES):
@@ -264,7 +269,7 @@ def _agent_findings(agent: AgentStatus, facts: NodeFacts) -> Iterator[Finding]:
     for each in found:
         for text in each.said or each.details:
             words = _left(text, facts) if each.cause == "left-to-node" else (text, each.todo)
-            yield _lost_address(text, facts) or Finding(each.mark, each.subject, *words, each.cause)
+            yield _lost_address(text, facts) or Finding(each.mark, each.subject, *words, each.cause, family=each.family)
 
 
 def _left(text: str, facts: NodeFacts) -> tuple[str, str]:
@@ -281,7 +286,8 @@ def _lost_address(fault: str, facts: NodeFacts) -> Finding | None:
         if what == "address" and (rest := fault.partition(f" {address}, ")[2]):
             commands = [f"`{command}`", *(f"`{each}`" for each in facts.missing if each.startswith("ip route"))]
             todo = f"{some(commands, ', then ')}; the log of what configures the network says why"
-            return Finding("problem", "node", f"this node lost {address}, {rest}", todo, "address-lost")
+            text = f"this node lost {address}, {rest}"
+            return Finding("problem", "node", text, todo, "address-lost", family=family_of(address))
     return None
 
 
@@ -391,11 +397,12 @@ def _by_reason(events: Sequence[PacketEvent]) -> str:
 
 def service_findings(facts: ServiceFacts, node: NodeFacts) -> Iterator[Finding]:
     """Object, table, kernel, connections, drops; it ends where there is nothing more to ask."""
-    found = _object(facts, node)
-    yield from _remembered(found, node)
+    yield from _remembered(_object(facts, node), node)
     if not facts.ports:
         yield from _history(facts, node)
         return
+    ends = {end.address for port in facts.ports for end in _ends(port)}
+    yield from _misplaced({end: what for end, what in node.misplaced.items() if end in ends})
     yield from _remembered(_table(facts), node)
     yield from _remembered(_restrictions(facts, node), node)
     yield from _kernel(facts, node)
@@ -671,8 +678,7 @@ def _restrictions(facts: ServiceFacts, node: NodeFacts) -> Iterator[Finding]:
         what = f"packets of {who} to {', '.join(dict.fromkeys(place for place, _ in those))}"
         text, todo = _policy(why, facts, [family for _, family in those], what)
         yield Finding(mark, "table", text, todo, "no-local-endpoint")
-    for text in dict.fromkeys(texts):
-        yield Finding("ok", "restrictions", text, cause="restricted")
+    yield from (Finding("ok", "restrictions", text, cause="restricted") for text in dict.fromkeys(texts))
     for service, messages in node.agent.conflicts.items() if node.agent else ():
         for message, owner in messages.items():
             if owner != service and facts.name and belongs(facts.name, owner):
@@ -700,7 +706,14 @@ def _links(facts: ServiceFacts) -> Iterator[Finding]:
         yield Finding(mark, "routes", text, todo, "endpoint-route", not why.endswith("?"), 1)
 
 
-def _misled(facts: ServiceFacts) -> dict[str, tuple[str, str]]:
+def _misplaced(those: Mapping[str, str]) -> Iterator[Finding]:
+    if those:
+        text = f"no pod can have the address {some([f'{at}, {what}' for at, what in those.items()], '; ')}"
+        todo = "correct the EndpointSlice, or what writes it (`kubectl get endpointslices -A -o yaml`)"
+        yield Finding("problem", "endpoints", text, todo, "endpoint-address", hits=len(those))
+
+
+def _misled(facts: NodeFacts | ServiceFacts) -> dict[str, tuple[str, str]]:
     """What is wrong with the ways to backends that fail, and to pods that alone do not reach one, or the service."""
     direct = [each for each in facts.tried if each.via == "backend"]
     through = [each for each in _failing(facts.tried) if each.via == "service"]
@@ -800,7 +813,7 @@ def _programmed(facts: ServiceFacts, ejected: set[tuple[str, str]]) -> Finding:
 
 def _connections(facts: ServiceFacts, node: NodeFacts) -> Iterator[Finding]:
     # What the links and routes of pods explain is a finding of its own, whichever end of a connection they are.
-    blamed = {address for address, (why, _) in _misled(facts).items() if not why.endswith("?")}
+    blamed = {address for address, (why, _) in _misled(facts).items() if not why.endswith("?")} | node.misplaced.keys()
     blamed |= {end for link in facts.links if link.down or 0 < link.mtu < link.sends for end in link.addresses}
     made = [each for each in facts.tried if each.outcome != "failed" and each.source not in blamed]
     through = [each for each in made if each.via == "service"]
@@ -851,8 +864,7 @@ def _connections(facts: ServiceFacts, node: NodeFacts) -> Iterator[Finding]:
     if lossy:
         yield _of_losses(facts, node, [row for rows in lossy.values() for row in rows])
         gone = {each.port for rows in lossy.values() for each in rows}
-        ends = {key[1:] for key in lossy}
-        direct = [each for each in direct if each.end not in ends]
+        direct = [each for each in direct if each.end not in {key[1:] for key in lossy}]
         through = [each for each in through if each.port not in gone]
     lost = lost_on_the_way(direct)
     well = (*REACHED, "sent")
@@ -981,8 +993,7 @@ def _relays(node: NodeFacts) -> bool:
 
 def _known(facts: ServiceFacts, node: NodeFacts) -> set[tuple[str, str]]:
     """The ends of connections to the backends that are programmed."""
-    idle = node.unprogrammed
-    ports = [port for port in facts.ports if port.name not in idle]
+    ports = [port for port in facts.ports if port.name not in node.unprogrammed]
     return {(socket_text(end.address, end.port), port.protocol) for port in ports for end in reached(facts, port)}
 
 

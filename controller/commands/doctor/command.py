@@ -24,12 +24,19 @@ from hybrid_proxy.controller.semantics.explain import Packet
 from hybrid_proxy.controller.text import printable
 from hybrid_proxy.dataplane.firewall_rules import counted
 from hybrid_proxy.dataplane.kernel.foreign_rules import read_rules
+from hybrid_proxy.dataplane.table import family_of
 
 MARKS: Final = {"ok": "✓", "warning": "!", "problem": "✗", "unknown": "?"}
 TONES: Final = {"ok": Tone.GOOD, "warning": Tone.WARN, "problem": Tone.BAD, "unknown": Tone.DIM}
 MOST_SECONDS: Final = 30.0
 # Found with this service, too.
-OTHERS: Final = ("foreign-nat", "map-full", "left-to-node", *CAUSES[CAUSES.index("backends-fail") :])
+OTHERS: Final = (
+    "foreign-nat",
+    "map-full",
+    "left-to-node",
+    "endpoint-address",
+    *CAUSES[CAUSES.index("backends-fail") :],
+)
 WHOLE: Final = 1 << 20  # the width of what is no terminal: no line of it is wrapped
 
 
@@ -56,9 +63,11 @@ def run(args: argparse.Namespace) -> int:
         services = [at_service(args, packet, node)]
     else:
         agent = node.facts.agent
-        again = try_failing(args, agent.dataplane, node) if agent is not None else ()
+        again = try_failing(args, agent, node) if agent is not None else []
         grown = counted(node.facts.closed, in_forward(read_rules()[0])) if node.facts.closed else {}
-        facts = msgspec.structs.replace(node.facts, tried=again, counted=dict(grown), links=pod_links())
+        made = tuple(each for one in again for each in one.tried)
+        ways = {end: why for one in again for end, why in one.astray.items()}
+        facts = msgspec.structs.replace(node.facts, tried=made, astray=ways, counted=dict(grown), links=pod_links())
         node = node._replace(facts=facts)
     lost = {name: (count, count - before.get(name, 0)) for name, count in losses().items()}
     node = node._replace(facts=msgspec.structs.replace(node.facts, lost=lost))
@@ -67,8 +76,8 @@ def run(args: argparse.Namespace) -> int:
     findings = list(node_findings(node.facts))
     # Of the node only what can have to do with these services: links are read with their pods.
     own_to_node = (each for each in findings if each.mark == "problem" and each.subject != "links")
-    about = [each for each in own_to_node if each.cause not in OTHERS]
-    seconds = time.monotonic() - began
+    asked_of = {family_of(packet.dst)} if packet else {port.family for each in services for port in each.ports}
+    about = [each for each in own_to_node if each.cause not in OTHERS and each.family in (None, *(asked_of or (4, 6)))]
     name, own = "node", findings
     if several:
         name, own = f"namespace {args.namespace}", [in_short(each, node.facts) for each in services]
@@ -76,7 +85,7 @@ def run(args: argparse.Namespace) -> int:
     elif services:
         name, own = services[0].asked, list(service_findings(services[0], node.facts))
     tried = [one for service in services for one in service.tried]
-    found = diagnose(name, [*own, *(each for each in about if each not in own)], tried, seconds)
+    found = diagnose(name, [*own, *(each for each in about if each not in own)], tried, time.monotonic() - began)
     if args.output == "json":
         print_value("json", found)
     else:

@@ -106,7 +106,9 @@ class NodeFacts(msgspec.Struct, kw_only=True, frozen=True):
     conntrack_user: str = ""  # whose flows have most entries, where it is nearly full
     empty: tuple[str, ...] = ()  # service ports that have no backend
     ejections: tuple[Ejection, ...] = ()
-    tried: tuple[Tried, ...] = ()  # connections to backends that fail by what the agent knows
+    misplaced: dict[str, str] = {}  # address of an endpoint that no pod can have -> what it is
+    tried: tuple[Tried, ...] = ()  # connections to backends that fail by what the agent knows, or that are `astray`
+    astray: dict[str, tuple[str, str]] = {}  # as in `ServiceFacts`, of endpoints of this node
     beside: tuple[str, ...] = ()  # hooks where foreign programs run before or after ours
     events: tuple[PacketEvent, ...] = ()  # drops, rejects and failures of backends, of the last minutes
     own_failures: frozenset[str | None] = frozenset()  # backends where connections of doctor failed, and no client's
@@ -163,13 +165,13 @@ class ServiceFacts(msgspec.Struct, kw_only=True, frozen=True):
 Cause = Literal[
     "",
     "no-such-service", "no-such-port", "not-a-service", "object-refused", "source-not-allowed", "not-programmed",
-    "left-to-node", "no-endpoint", "no-local-endpoint", "forwarding-off", "address-lost", "foreign-nat", "firewall",
-    "forwarding-loses", "link-down", "mtu", "endpoint-route", "client-pod", "lossy", "backend-refuses",
-    "backend-silent", "backend-unreachable", "backend-never-answers", "backend-stalls", "backend-closes",
-    "kernel-differs", "other-proxy", "no-agent", "not-in-sync", "api-unreachable", "map-full", "conntrack-full",
-    "service-path", "not-served", "backend-slow", "backend-gone", "backends-fail", "node-faults", "refused-objects",
-    "flapping", "ejected", "configuration", "degraded", "draining", "empty-services", "reverse-path", "drops", "untold",
-    "untried", "restricted",
+    "left-to-node", "no-endpoint", "no-local-endpoint", "endpoint-address", "forwarding-off", "address-lost",
+    "foreign-nat", "firewall", "forwarding-loses", "link-down", "mtu", "endpoint-route", "client-pod", "lossy",
+    "backend-refuses", "backend-silent", "backend-unreachable", "backend-never-answers", "backend-stalls",
+    "backend-closes", "kernel-differs", "other-proxy", "no-agent", "not-in-sync", "api-unreachable", "map-full",
+    "conntrack-full", "service-path", "not-served", "backend-slow", "backend-gone", "backends-fail", "node-faults",
+    "refused-objects", "flapping", "ejected", "configuration", "degraded", "draining", "empty-services",
+    "reverse-path", "drops", "untold", "untried", "restricted",
 ]  # fmt: skip
 CAUSES: tuple[Cause, ...] = get_args(Cause)
 
@@ -185,6 +187,7 @@ class Finding(msgspec.Struct, frozen=True):
         cause: The kind of problem, for programs; empty where all is well.
         certain: Whether this is known, and not only the likeliest explanation.
         hits: How many backends or clients; 0: all.
+        family: The address family whose packets it concerns; null: both.
     """
 
     mark: Mark
@@ -194,6 +197,7 @@ class Finding(msgspec.Struct, frozen=True):
     cause: Cause = ""
     certain: bool = True
     hits: int = 0
+    family: int | None = None
 
 
 class Diagnosis(msgspec.Struct, kw_only=True, frozen=True):

@@ -48,25 +48,21 @@ def at_node(asked: Agent, cgroup: str | None) -> Node:
     agent, error = asked.status, asked.error
     cgroup = cgroup or (agent.dataplane.ebpf.sockets.cgroup if agent and agent.dataplane.ebpf else None)
     denied = error is not None and os.geteuid() != 0
-    here, unread = (None, "permission denied") if denied else _read(asked.programmed)
+    here, unread = (None, "permission denied") if denied else _read(lambda: asked.programmed(endpoints=True))
     rows = [row for one in (here.by_mode() if here else ()) for row in _read(one.services)[0] or ()]
     events, events_unknown = (None, unread) if denied else _read(asked.events)
     failed = {(row.backend, row.by_doctor) for row in events or () if row.what == "fail"}
     table, rules, interfaces = conntrack.fill(), () if denied else read_rules()[0], links.read_node()
     changes = last_changes(asked.admin_socket, time.time())
-    gone = dict.fromkeys(row.what.split("`")[1] for row in changes if row.what.endswith(GONE))
-    there = {each.split()[3] for each in interfaces.held}
-    missing = tuple(
-        each.replace(" add ", " replace ") if each.split()[3] in there else each
-        for each in gone if each not in interfaces.held
-    )  # fmt: skip
+    ended = dict.fromkeys(row.what.split("`")[1] for row in changes if row.what.endswith(GONE))
+    gone, there = [each for each in ended if each not in interfaces.held], {each.split()[3] for each in interfaces.held}
+    missing = tuple(each.replace(" add ", " replace ") if each.split()[3] in there else each for each in gone)
     lost_by = {each.split()[-1] for each in missing} | {row.what.partition(CUT)[0] for row in changes}
     families = {4, *(6 for row in rows for text in row.frontends if text.startswith("["))}
     hosts = {each.name: each.hosts for each in interfaces.interfaces if each.peer_elsewhere and each.up}
     led = {pair for row in changes for pair in re.findall(r"route to (\S+) by (\S+) removed", row.what)}
     lost = sorted((to, by) for to, by in led if by in hosts and not any(to in each for each in hosts.values()))
-    routed = (each for each in interfaces.interfaces if each.peer_elsewhere or each.default_route)
-    ways = [each.name for each in routed if not each.master]
+    routed = [each for each in interfaces.interfaces if (each.peer_elsewhere or each.default_route) and not each.master]
     views = here.views if here else ()
     memory = recall(path := memory_path(asked.admin_socket)) if error else None
     end = how_it_ended(path, memory) if memory else None
@@ -86,7 +82,7 @@ def at_node(asked: Agent, cgroup: str | None) -> Node:
         programmed={name: sum(row.mode == name for row in rows) for name, _ in views},
         other_proxies=_other_proxies(agent, here),
         forwarding={each: sysctl.read(sysctl.FORWARDING[each]) != "0" for each in sorted(families)},
-        stopped=tuple(name for name in ways if sysctl.read(f"net/ipv4/conf/{name}/forwarding") == "0"),
+        stopped=tuple(each.name for each in routed if sysctl.read(f"net/ipv4/conf/{each.name}/forwarding") == "0"),
         closed=in_forward(rules),
         taken=tuple(dict.fromkeys(taken(rules, frontends(rows).items()))),
         reverse_path=_read(_reverse_path)[0] or {},
@@ -96,6 +92,7 @@ def at_node(asked: Agent, cgroup: str | None) -> Node:
         ),
         empty=tuple(sorted(name + " (IPv6)" * ((name, False) not in idle) for name in dict(idle))),
         ejections=tuple(here.agent.ejections) if here and here.agent else (),
+        misplaced=here.agent.misplaced if here and here.agent else {},
         uplinks={each.name: each.mtu for each in interfaces.interfaces if each.default_route and each.mtu},
         beside=_read(lambda: tuple(text for _, view in views for text in view.shared_hooks(cgroup)))[0] or (),
         changes=tuple(changes),

@@ -26,7 +26,7 @@ from hybrid_proxy.dataplane.firewall_rules import counted
 from hybrid_proxy.dataplane.kernel import links, namespaces
 from hybrid_proxy.dataplane.kernel.roles import Roles
 from hybrid_proxy.dataplane.mode import ProbePacket, belongs
-from hybrid_proxy.dataplane.reports import BackendRow, ExplainAnswer, FlowRow, PacketEvent, ServiceRow, Status
+from hybrid_proxy.dataplane.reports import BackendRow, ExplainAnswer, FlowRow, PacketEvent, ServiceRow
 from hybrid_proxy.dataplane.table import Backend, BackendSet, Frontend, Kind, Protocol, family_of, socket_text
 
 MOST_BACKENDS: Final = 32  # of each service port: more connections at once would be a load of their own
@@ -53,15 +53,27 @@ def at_namespace(args: argparse.Namespace, node: Node) -> list[ServiceFacts]:
     return _with_connections(args, [_objects(_about(args, service), None, node) for service in services], node)
 
 
-def try_failing(args: argparse.Namespace, plane: Status, node: Node) -> tuple[Tried, ...]:
-    """Connect to the backends that fail by what the agent knows, past their services: that may eject nobody."""
+def try_failing(args: argparse.Namespace, agent: p.AgentStatus, node: Node) -> list[ServiceFacts]:
+    """Connect to backends that fail by what the agent knows, or of this node to which a way is wrong.
+
+    That happens past their services, so it may eject nobody.
+    """
+    plane, known, here = agent.dataplane, node.here.agent if node.here else None, links.read_node()
     rows = [*plane.failing_backends, *(plane.ebpf.ejections if plane.ebpf else ())]
-    names = sorted({*plane.failing, *(row.service for row in rows if not row.ejected)})
-    asked = []
-    for facts in (_objects(_about(args, name), None, node) for name in names):
-        ports = tuple(msgspec.structs.replace(port, frontends=()) for port in facts.ports)
-        asked.append(msgspec.structs.replace(facts, ports=ports))
-    return tuple(each for facts in _with_connections(args, asked, node) for each in facts.tried) if asked else ()
+    failing = {*plane.failing, *(row.service for row in rows if not row.ejected)}
+    ends = ((service, end) for service, those in (known.endpoints if known else {}).items() for end in those)
+    ours = {end.address: service for service, end in ends if end.ready and end.node == agent.node}
+    pods, _ = _pods({each.name for each in here.interfaces if each.peer_elsewhere}, "")
+    wrong = astray(dict.fromkeys(ours, True), here.addresses, (), pods, here, node.facts.missing).keys() & ours.keys()
+    ways, asked = sorted(wrong)[:MOST_BACKENDS], []
+    for name in sorted(failing | {ours[address] for address in ways}):
+        facts = _objects(_about(args, name), None, node)
+        ports = []
+        for port in facts.ports:
+            tried = tuple(end for end in reached(facts, port) if name in failing or end.address in ways)
+            ports.append(msgspec.structs.replace(port, frontends=(), backend_sets=(BackendSet(tried),)))
+        asked.append(msgspec.structs.replace(facts, ports=tuple(ports)))
+    return _with_connections(args, asked, node) if asked else []
 
 
 def _about(args: argparse.Namespace, service: str) -> argparse.Namespace:
@@ -79,7 +91,7 @@ def _with_connections(args: argparse.Namespace, services: Sequence[ServiceFacts]
     idle = node.facts.unprogrammed
     plans: list[list[Attempt]] = []
     attempts: dict[Attempt, None] = {}
-    backends = [_ends(facts) for facts in services]
+    backends = [{end: on for end, on in _ends(facts).items() if end not in node.facts.misplaced} for facts in services]
     # One client for all services: the pod that was named, or one that serves few, so that connections cross the node.
     serves = {pod: sum(not ours.keys().isdisjoint(pod.addresses) for ours in backends) for pod in pods if pod.addresses}
     ranked = sorted(serves, key=lambda pod: (source not in pod.addresses, serves[pod], -len(pod.addresses)))
@@ -103,7 +115,7 @@ def _with_connections(args: argparse.Namespace, services: Sequence[ServiceFacts]
     for ours, mine in zip(backends, plans, strict=True):
         sources = dict.fromkeys(tried[attempt].source for attempt in mine)
         asked = dict.fromkeys(attempt.address for attempt in mine if attempt.via == "service")
-        ways.append(astray(ours, sources, asked, pods, interfaces, uplinks, node.facts.missing))
+        ways.append(astray(ours, sources, asked, pods, interfaces, node.facts.missing))
     syns = try_all(repeats(tried), REPEAT_SECONDS)
     misled = {address for way in ways for address in way}
     others = [Origin("pod", pod.path, pod.addresses) for pod in pods if pod not in clients]
@@ -177,13 +189,12 @@ def _objects(args: argparse.Namespace, packet: Packet | None, node: Node) -> Ser
         with contextlib.suppress(ControllerError):
             answer = ask(args.admin_socket, p.GetTable(name, [packet] if packet else []), p.TableAnswer)
             verdicts = answer.verdicts
-            broken = any(problem.kind == "File" for problem in node.facts.agent.problems)
-            if name and (broken or not answer.ports):
+            if name and (not answer.ports or any(problem.kind == "File" for problem in node.facts.agent.problems)):
                 ignored = ask(args.admin_socket, p.FindIgnored(name.partition(":")[0]), p.IgnoredAnswer).services
             if name and args.source:
                 asked_of = [port for port in answer.ports if port.family == family_of(args.source)]
-                pairs = [(port, at) for port in asked_of for at in places(port, answer.node_ports_at)]
-                packets = [_packet_to(args.source, port, *at) for port, at in pairs]
+                at = answer.node_ports_at
+                packets = [_packet_to(args.source, port, *end) for port in asked_of for end in places(port, at)]
                 verdicts = ask(args.admin_socket, p.GetTable(None, packets), p.TableAnswer).verdicts
     if packet is not None and verdicts:
         name = verdicts[0].service

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from functools import lru_cache
 from ipaddress import ip_address, ip_network
 from typing import Final
 
@@ -22,6 +23,7 @@ from hybrid_proxy.dataplane.kernel.roles import NUD_FAILED, NUD_PERMANENT, UNANS
 from hybrid_proxy.dataplane.reports import some
 from hybrid_proxy.dataplane.table import Protocol, family_of, socket_text
 
+_network: Final = lru_cache(4096)(ip_network)  # each route is compared with each endpoint
 PEERS: Final = 3  # to which a packet of an endpoint shall be forwarded
 VIRTUAL: Final = frozenset({"vxlan", "geneve"})  # whose neighbours the CNI plugin writes itself, for good
 
@@ -48,7 +50,7 @@ def link_of(pod: Pod, own: Sequence[str], here: links.Node) -> PodLink:
 
 def astray(
     ends: Mapping[str, bool], clients: Collection[str], asked: Collection[str], pods: Sequence[Pod], here: links.Node,
-    uplinks: Iterable[links.Interface], missing: Iterable[str],
+    missing: Iterable[str],
 ) -> dict[str, tuple[str, str]]:  # fmt: skip
     """Return what is wrong with the way to an endpoint and back, and what to do; `ends` tells which are on this node.
 
@@ -57,7 +59,7 @@ def astray(
     by_index = {each.index: each for each in here.interfaces}
     behind = {address: pod for pod in pods for address in pod.addresses}
     down = {address for pod in pods if pod.down for address in pod.addresses}  # the kernel takes its routes away
-    inside = by_index.keys() - {each.index for each in uplinks}
+    inside = by_index.keys() - {each.index for each in roles.Roles((), ()).look(here.interfaces, ())[1]}
     found: dict[str, tuple[str, str]] = {}
     near, todo = roles.neighbours(), "the CNI plugin makes this route: see its log"
     for command in here.held:
@@ -135,8 +137,8 @@ def astray(
 
 def _best(address: str, commands: Iterable[str]) -> tuple[int, str]:
     """Return the longest prefix of an address for which there is such a command for a route, and that; else -1."""
-    ways = ((ip_network(each.split()[3]), each) for each in commands if each.startswith("ip route"))
-    return max(((to.prefixlen, each) for to, each in ways if ip_address(address) in to), default=(-1, ""))
+    at, ways = ip_address(address), (each for each in commands if each.startswith("ip route"))
+    return max(((to.prefixlen, each) for each in ways if at in (to := _network(each.split()[3]))), default=(-1, ""))
 
 
 def _gateway(client: str, wrong: str, pods: Iterable[Pod]) -> str:
