@@ -186,6 +186,9 @@ class Programmer(ABC):
     def trace(self, service: str | None, client: str | None, seconds: float) -> None:  # noqa: B027
         """Report each packet of this service and from or to this address, for so many seconds from now."""
 
+    def spare(self, seconds: float) -> None:  # noqa: B027
+        """Eject no backend for connections that fail within so many seconds from now, which are doctor's."""
+
 
 class View(ABC):
     """The reader of what a mode has programmed in this network namespace, with or without a running agent."""

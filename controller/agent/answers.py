@@ -158,7 +158,9 @@ class Answers:
                 except LookupError as error:
                     raise ControllerError(str(error)) from None
                 return p.FoundAnswer(found.address, found.port, int(found.protocol), found.left)
-            case p.GetEvents(after, own):
+            case p.GetEvents(after, own, spares):
+                if spares:
+                    programmer.spare(spares)
                 before = [row for row in self.notebook.events_before() if row.number > after] if after < 0 else []
                 if before and self.mode.reporter is None:
                     return p.EventsAnswer(before, 0, "", [self.mode.choice.effective])

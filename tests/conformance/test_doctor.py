@@ -1902,6 +1902,25 @@ def test_a_backend_that_was_repaired_is_not_blamed_although_no_client_came(clini
     assert "doctor's own are answered now" in found.verdict, found
 
 
+@only_in("ebpf")
+def test_doctors_connections_eject_no_backend_and_those_of_clients_do(clinic: Clinic) -> None:
+    recovered(clinic)
+    clinic.put("pod1", "pod2")
+    with clinic.rules("pod1", DEAF.replace("drop", "reject with tcp reset")):
+        failed = [each for _ in range(8) for each in clinic.doctor(NAME)[1].connections if each.outcome == "refused"]
+        time.sleep(1.5)  # failures are counted once a second
+        ebpf = clinic.agent.wait(lambda status: status.synced).dataplane.ebpf
+        assert ebpf is not None
+        assert ebpf.ejections == []
+        assert sum(each.via == "service" for each in failed) >= 3, failed
+
+        def is_ejected(status: AgentStatus) -> bool:
+            clinic.reaches(ADDRESSES[NAME], 80)
+            return status.dataplane.ebpf is not None and any(row.ejected for row in status.dataplane.ebpf.ejections)
+
+        clinic.agent.wait(is_ejected)
+
+
 @pytest.fixture(scope="class")
 def new(ward: Clinic) -> Iterator[Clinic]:
     """With an agent that never saw the API server, and one more Service, without endpoints."""

@@ -167,8 +167,8 @@ packet's way: the object, the service table, the kernel, a real connection to ea
 pod of it), drops. It changes nothing, and takes some seconds at most. It also works without an agent.
 
 Connections are those of a client: a TCP connection, then one request where the port's name or number tells the
-protocol (http, https, grpc, dns and so on). They are closed at once. Those to the
-service's address count towards ejection if they fail, as any client's.
+protocol (http, https, grpc, dns and so on). They are closed at once. While they run,
+no failure counts towards ejection.
 
 exit codes: 0 no problem was found (there may be warnings), 1 there is one, 2 the command line cannot be used
 

@@ -134,8 +134,7 @@ def repeats(tried: Mapping[Attempt, Tried]) -> list[Attempt]:
     """Return SYNs that show whether packets are lost, for connections that failed by silence, or sent a segment again.
 
     Only these say how sure that is: of a segment that was lost twice, one attempt looks like a process that hangs.
-    What fails by the Service's address is repeated to its backends alone if one of these fails: failures of Services
-    count towards ejection.
+    What fails by the Service's address is repeated to its backends alone if one of these fails.
     """
     seen = [one for one, each in tried.items() if each.resent or each.outcome in ("silent", "mute", "stalled")]
     direct = {one.service_port for one in seen if one.via == "backend"}

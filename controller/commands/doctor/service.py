@@ -31,6 +31,7 @@ from hybrid_proxy.dataplane.table import Backend, BackendSet, Frontend, Kind, Pr
 
 MOST_BACKENDS: Final = 32  # of each service port: more connections at once would be a load of their own
 MOST_ATTEMPTS: Final = 256  # in all
+SPARED_SECONDS: Final = 2.5  # after the connections: failures are counted once a second
 MOST_FLOWS: Final = 1 << 16
 
 
@@ -54,10 +55,7 @@ def at_namespace(args: argparse.Namespace, node: Node) -> list[ServiceFacts]:
 
 
 def try_failing(args: argparse.Namespace, agent: p.AgentStatus, node: Node) -> list[ServiceFacts]:
-    """Connect to backends that fail by what the agent knows, or of this node to which a way is wrong.
-
-    That happens past their services, so it may eject nobody.
-    """
+    """Connect, past Services, to backends that fail by what the agent knows, or to which a way here is wrong."""
     plane, known, here = agent.dataplane, node.here.agent if node.here else None, links.read_node()
     rows = [*plane.failing_backends, *(plane.ebpf.ejections if plane.ebpf else ())]
     failing = {*plane.failing, *(row.service for row in rows if not row.ejected)}
@@ -106,7 +104,9 @@ def _with_connections(args: argparse.Namespace, services: Sequence[ServiceFacts]
     ends = set().union(*backends)
     taking_part = [pod for pod in pods if pod in clients or not ends.isdisjoint(pod.addresses)]
     before = {pod: link_of(pod, own, interfaces) for pod in taking_part if attempts}
-    before_all = _events(args.admin_socket, p.NO_EVENT) if node.facts.agent and attempts else None
+    before_all = (
+        _events(args.admin_socket, p.NO_EVENT, spares=4 * args.timeout + 10) if node.facts.agent and attempts else None
+    )
     guarded = list(dict.fromkeys((*clients, *taking_part)))[:MOST_BACKENDS]
     asked_at = dict.fromkeys(each.address for each in attempts)
     rules, rules_unknown = rules_here(guarded, source, asked_at) if attempts else ((), "")
@@ -127,7 +127,7 @@ def _with_connections(args: argparse.Namespace, services: Sequence[ServiceFacts]
     counters = counted(rules, rules_here(guarded, source, asked_at)[0]) if counts else {}
     made = (*tried.values(), *syns.values(), *again.values())
     own_ends = frozenset(socket_text(each.source, each.client_port) for each in made)
-    since = _events(args.admin_socket, before_all.last, own_ends) if before_all else None
+    since = _events(args.admin_socket, before_all.last, own_ends, SPARED_SECONDS) if before_all else None
     events = recent(since.events) if since else ()
     stranger = source if pods and source not in here else ""
     hop, names_out = links.next_hop(stranger) if stranger else None, [each.name for each in uplinks]
@@ -360,9 +360,11 @@ def _addresses(port: p.TablePort, facts: ServiceFacts, source: str, node: Origin
             yield address, frontend.port
 
 
-def _events(admin_socket: str, after: int, own: frozenset[str] = frozenset()) -> p.EventsAnswer | None:
+def _events(
+    admin_socket: str, after: int, own: frozenset[str] = frozenset(), spares: float = 0
+) -> p.EventsAnswer | None:
     with contextlib.suppress(ControllerError):
-        return ask(admin_socket, p.GetEvents(after, own), p.EventsAnswer)
+        return ask(admin_socket, p.GetEvents(after, own, spares), p.EventsAnswer)
     return None
 
 

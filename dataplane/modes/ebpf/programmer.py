@@ -462,6 +462,9 @@ class Ebpf(Programmer):
     def trace(self, service: str | None, client: str | None, seconds: float) -> None:
         self.packets.trace(service, client, seconds)
 
+    def spare(self, seconds: float) -> None:
+        self.failover.spared_until = time.monotonic() + seconds
+
     def close(self) -> None:
         self.gc.stop()
         self.failover.close()

@@ -35,7 +35,7 @@ class Failover:
         self._failed: dict[int, int] = {}  # the same by backend
         self._ejected: set[Subject] = set()  # a backend set does without them
         self._failed_how: dict[Subject, str] = {}  # of those that the detector wants to eject for their connections
-        self._tidied = time.monotonic()
+        self.spared_until = self._tidied = time.monotonic()
         self.prober = Prober(options)
         self._probed: dict[str, dict[Subject, Target]] = {}  # by service
         self.slow_start = SlowStart()
@@ -78,6 +78,11 @@ class Failover:
     def evaluate(self, store: Store) -> list[Event]:
         """Evaluate what was counted since the last call, write the changes, and return the events."""
         self._tidy(store)
+        if time.monotonic() < self.spared_until:
+            self._shares.intervals.clear()
+            known = _Numbers(store)
+            for subject in store.failures():
+                store.readmit(known.of(subject), self._failures.get(subject, 0))
         news = bool(self._detector.limit) and self._has_failed(store)
         # No backend's count grows while the counters stand still.
         failures = self._failures = store.failures() if news or self._failures else {}
