@@ -489,6 +489,7 @@ class Status(msgspec.Struct, kw_only=True, frozen=True):
         fill: Tables that have a limit.
         unprogrammed: Service ports that are not served.
         failing: Service ports of which every backend of a family is failing or ejected.
+        failing_in: Of those with a family whose backends do not all fail, the other one: 4 or 6.
         failing_backends: Backends of other service ports that failed twice in a row, lately.
         slow_starts: Backends in slow start.
         warnings: What this mode does differently from the configuration.
@@ -502,6 +503,7 @@ class Status(msgspec.Struct, kw_only=True, frozen=True):
     fill: dict[str, Fill] = {}
     unprogrammed: list[Unprogrammed] = []
     failing: list[str] = []
+    failing_in: dict[str, int] = {}
     failing_backends: list[Ejection] = []
     slow_starts: int = 0
     warnings: list[str] = []

@@ -216,8 +216,9 @@ class Answers:
         if self.mode.reporter is None:
             name = self.mode.choice.effective
             raise ControllerError(
-                f"mode {name} does not report what happens to packets; mode ebpf does. In every mode these measure the "
-                "kernel: `hybrid-proxy trace` with --drops, --latency, --retransmits, or --from CLIENT --to SERVICE"
+                f"mode {name} reports no single packets, as mode ebpf does; these measure the kernel for ten seconds: "
+                "`hybrid-proxy trace --drops`, `hybrid-proxy trace --latency`, `hybrid-proxy trace --retransmits`, "
+                "`hybrid-proxy trace --from CLIENT --to NAMESPACE/NAME`"
             )
         return self.mode.reporter
 

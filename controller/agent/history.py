@@ -21,18 +21,7 @@ import msgspec
 from hybrid_proxy.controller.kubernetes.files import append, write
 from hybrid_proxy.controller.kubernetes.model import Problem, Service, SourceState
 from hybrid_proxy.controller.redact import redact
-from hybrid_proxy.controller.semantics.history import (
-    ADDRESSES,
-    CUT,
-    GONE,
-    OTHERS,
-    ChangeRow,
-    Kind,
-    change_of,
-    change_of_node,
-    differences,
-    folded,
-)
+from hybrid_proxy.controller.semantics import history as h
 from hybrid_proxy.controller.serving.memory import read_changes
 from hybrid_proxy.controller.serving.protocol import Gone
 from hybrid_proxy.dataplane.diff import changed_services
@@ -46,13 +35,13 @@ MOST_ROWS: Final = 100  # keys in one write; of what comes beyond it, only the n
 LARGEST: Final = 512 << 10  # bytes of the file, beyond which it is folded
 LONGEST: Final = 500  # characters of a text
 KEPT: Final = 400  # rows that are left then, of endpoints and Services; and as many of everything else
-SILENT: Final = ("Starting", "ExternalIPsServed", "LeftOut", "Draining")  # events that other rows tell
+SILENT: Final = ("Starting", "ExternalIPsServed", "LeftOut", "Draining", "OtherProxyFound")  # other rows tell these
 BRIEF: Final = 10.0  # seconds for which something is there by mistake, or for a test: nobody wants it back
 WORSE: Final = ("down", "none", "0", "full")  # values of facts that the log warns of
 COMMON: Final = ("endpoints", "service")  # kinds that a herd of changes would fill the file with
 
 # What an event for the cluster is about; the others are about a Service or the node.
-KINDS: Final[dict[str, Kind]] = {
+KINDS: Final[dict[str, h.Kind]] = {
     "Repaired": "repair", "ModeDegraded": "mode", "BackendEjected": "ejection", "BackendReadmitted": "ejection",
 }  # fmt: skip
 
@@ -65,28 +54,29 @@ class History:
         self._zone = ""  # of this node
         self._path = path
         self._table = EMPTY  # that was programmed last
-        self._rows, self._keys = list[ChangeRow](), set[tuple[str | bool, ...]]()  # since the last write
+        self._rows, self._keys = list[h.ChangeRow](), set[tuple[str | bool, ...]]()  # since the last write
         self._mode = ""  # that has programmed a table
         self._source: SourceState | None = None
         self._problems: Mapping[tuple[str, str], Problem] = {}
-        self._reported = deque[ChangeRow](maxlen=2 * MOST_ROWS)
+        self._reported = deque[h.ChangeRow](maxlen=2 * MOST_ROWS)
         self._failed = False
         self._facts: dict[str, Mapping[str, str]] = {}
         self._held: frozenset[str] | None = None  # addresses and routes of this node; None: not read yet
-        self._lasting: dict[str, Mapping[str, str]] = {"faults": {}}  # what was so at the last call, and its Service
+        # What was so at the last call, and its Service.
+        self._lasting: dict[str, Mapping[str, str]] = {"faults": {}, "proxies": {}}
         self._came: dict[str, float] = {}  # when each of them came
         self.lost = set[str]()  # of these the default routes that it had, and has no other instead
         self.lost_addresses = set[str]()  # of these those that somebody may want back
         self.cut: list[str] = []  # interfaces that are down, with which some of them went
 
-    def record(self, kind: Kind, what: str, by: str = "hybrid-proxy", service: str = "") -> None:
+    def record(self, kind: h.Kind, what: str, by: str = "hybrid-proxy", service: str = "") -> None:
         """Remember something that is not in a table."""
         if service and len(self._reported) >= MOST_ROWS:
             return  # what is about the node has room
         now, what = time.time(), shortened(redact(what), LONGEST)
         why = what.partition(" gets no ")[2].partition(": ")[2] if kind == "ejection" else ""
         mode, gone = self._mode if kind == "repair" else "", {why: 1} if why else {}
-        row = ChangeRow(first=now, last=now, kind=kind, service=service, what=what, by=by, mode=mode, gone=gone)
+        row = h.ChangeRow(first=now, last=now, kind=kind, service=service, what=what, by=by, mode=mode, gone=gone)
         self._reported.append(row)
 
     def event(self, reason: str, service: str, note: str, by: str) -> None:
@@ -101,7 +91,7 @@ class History:
             return
         changed = [name for name in sorted(now.keys() & before.keys()) if now[name] != before[name]]
         pairs = ((_each(name, before[name]), _each(name, now[name])) for name in changed)
-        whats = [each for pair in pairs for each in differences(*pair)]
+        whats = [each for pair in pairs for each in h.differences(*pair)]
         self._of_kernel(
             whats, worse=any(now[name] in WORSE for name in changed) or any(one.endswith(" removed") for one in whats)
         )
@@ -114,7 +104,7 @@ class History:
         before, at = now if self._held is None else self._held, time.monotonic()
         away = {each for each in before - now if not links.get(each.split()[-1], True)}
         was, self.cut = self.cut, sorted({each.split()[-1] for each in away})
-        self._of_kernel([f"{name}{CUT}: `ip link set {name} up`" for name in self.cut if name not in was], worse=True)
+        self._of_kernel([f"{name}{h.CUT}: `ip link set {name} up`" for name in self.cut if name not in was], worse=True)
         now = self._held = now | away
         wanted = {"0.0.0.0/0", "::/0"} - {each.split()[3] for each in now}
         self.lost = {each for each in self.lost | before if each.split()[3] in wanted}
@@ -122,7 +112,7 @@ class History:
         self._came = {each: when for each, when in self._came.items() if at - when < BRIEF} | dict.fromkeys(came, at)
         names = {each: each.removeprefix("ip ").replace(" add ", " ") for each in (*gone, *came)}
         mistaken = self._mistaken(gone)
-        back = {each: f": `{each}`{GONE}" for each in gone if each.split()[-1] in links and each not in mistaken}
+        back = {each: f": `{each}`{h.GONE}" for each in gone if each.split()[-1] in links and each not in mistaken}
         self.lost_addresses = {
             each for each in self.lost_addresses | back.keys() if each.startswith("ip address ") and each not in now
         }
@@ -152,13 +142,13 @@ class History:
     def programmed(
         self, table: ServiceTable, zone: str = "", objects: Mapping[str, tuple[Service, Service | None]] | None = None,
         ends: Callable[[str], Collection[str]] = lambda _: (),
-    ) -> list[ChangeRow]:  # fmt: skip
+    ) -> list[h.ChangeRow]:  # fmt: skip
         """Remember what distinguishes a table from the one before; of this agent's first one, nothing.
 
         `objects` are Services that were changed since, as they were and as they are; `ends` returns the endpoints that
         a Service's slices name. Returns the rows about Services.
         """
-        found: list[ChangeRow] = []
+        found: list[h.ChangeRow] = []
         before, self._table, word, self.word = self._table, table, self.word, ""
         moved, self._zone, objects = zone != self._zone, zone, objects or {}
         if (before is table and not objects) or before is EMPTY:
@@ -166,18 +156,19 @@ class History:
         now = time.time()
         if moved:
             word = f"zone {zone or 'none'} of this node"
-        for what in change_of_node(before.node, table.node) if table.node != before.node else ():
-            self.record("node", what, word or ("ServiceCIDR" if "ServiceCIDR" in what else ADDRESSES))
+        for what in h.change_of_node(before.node, table.node) if table.node != before.node else ():
+            self.record("node", what, word or ("ServiceCIDR" if "ServiceCIDR" in what else h.ADDRESSES))
         left = {owner for _, owner in before.left_to_node.items() ^ table.left_to_node.items()}
         names = changed_services(before, table) | objects.keys()
         for number, name in enumerate(names):
             if len(self._keys) >= MOST_ROWS:
                 by = word or "objects of the cluster"
-                self._add(ChangeRow(first=now, last=now, kind="service", what=OTHERS, by=by, count=len(names) - number))
+                rest = len(names) - number
+                self._add(h.ChangeRow(first=now, last=now, kind="service", what=h.OTHERS, by=by, count=rest))
                 break
             was, new = before.services.get(name, ()), table.services.get(name, ())
-            by = word or ADDRESSES * (name in left)
-            for row in change_of(name, was, new, now, by, objects.get(name, (None, None)), partial(ends, name)):
+            by = word or h.ADDRESSES * (name in left)
+            for row in h.change_of(name, was, new, now, by, objects.get(name, (None, None)), partial(ends, name)):
                 self._add(row)
                 found.append(row)
         return found
@@ -229,7 +220,7 @@ class History:
             self._add(self._reported.popleft())
         if not self._rows:
             return
-        text = _lines(folded(self._rows))
+        text = _lines(h.folded(self._rows))
         self._rows, self._keys = [], set()
         try:
             if append(self._path, text) > LARGEST:
@@ -240,14 +231,14 @@ class History:
                 log.warning("%s; `hybrid-proxy changes` lacks what changes now", told(error, self._path))
             self._failed = True
 
-    def _add(self, row: ChangeRow) -> None:
+    def _add(self, row: h.ChangeRow) -> None:
         self._rows.append(row)
         self._keys.add(row.key)
         if len(self._rows) == 2 * MOST_ROWS:  # the more rows, the longer changes would wait for the next write
-            self._rows = folded(self._rows)
+            self._rows = h.folded(self._rows)
 
     def _shorten(self) -> None:
-        rows = folded(read_changes(self._path))
+        rows = h.folded(read_changes(self._path))
         each = ([row for row in rows if (row.kind in COMMON) is common][-KEPT:] for common in (True, False))
         kept = sorted(chain.from_iterable(each), key=lambda row: row.last)
         write(self._path, _lines(kept)[-LARGEST // 2 :])
@@ -259,6 +250,6 @@ def _each(name: str, value: str) -> dict[str, str]:
     return {f"route to {host} by {link}": "" for host in value.split()} if is_list else {name: value}
 
 
-def _lines(rows: Iterable[ChangeRow]) -> bytes:
+def _lines(rows: Iterable[h.ChangeRow]) -> bytes:
     """A line begins with its end: what a killed agent left unfinished stays apart from it."""
     return b"".join(b"\n" + msgspec.json.encode(row) for row in rows)

@@ -46,7 +46,7 @@ from hybrid_proxy.controller.serving.http_handlers import HttpHandlers
 from hybrid_proxy.controller.serving.memory import changes_path, how_it_ended, kept_path, memory_path, recall
 from hybrid_proxy.controller.settings.config import Config, Loaded, available_modes, needs_reopening
 from hybrid_proxy.dataplane.errors import DataplaneError, Unsupported
-from hybrid_proxy.dataplane.kernel import conntrack, sysctl
+from hybrid_proxy.dataplane.kernel import conntrack, links, sysctl
 from hybrid_proxy.dataplane.kernel.lock import hold_netns
 from hybrid_proxy.dataplane.kernel.roles import Roles
 from hybrid_proxy.dataplane.netfilter import refuse_full_conntrack
@@ -138,6 +138,7 @@ class Agent:
         self.syncer.started -= START.elapsed()  # the interpreter and its imports are a part of the start
         self.syncer.rest = max(config.min_sync_seconds, MIN_REST)
         self._links = _Signal(self.queue.put, self._links_changed)
+        self._fallen = set[str]()  # interfaces that went down since they were read last; a thread adds to it
         self._drift = _Signal(self.queue.put, lambda: self.maintenance.request())  # noqa: PLW0108 (bound later)
         self.mode = ActiveMode(
             config, self._drift.send, self._mode_opened, put=self.queue.put,
@@ -206,7 +207,7 @@ class Agent:
             self.events.start()
             stack.callback(self.events.stop)
             self._read_addresses()
-            self._start_thread("links", self._watch_links)
+            self._start_thread("links", partial(links.watch, self._links.send, self._stop, self._fallen))
             self._busy_with = ""
             return self._loop()
 
@@ -220,11 +221,6 @@ class Agent:
             if not isinstance(error, SourceError):
                 log.exception("the source of objects failed")
             self._fail(f"no objects from {self.source.describe()}", error)
-
-    def _watch_links(self) -> None:
-        from hybrid_proxy.dataplane.kernel.links import watch
-
-        watch(self._links.send, self._stop)
 
     def _notice_pauses(self) -> None:
         """Write down that this process was stopped, whatever the loop was doing: this thread sleeps, and wakes late."""
@@ -365,9 +361,8 @@ class Agent:
         self.mode.draining.links_changed()
 
     def _read_addresses(self) -> None:
-        from hybrid_proxy.dataplane.kernel.links import read_node
-
-        node = read_node()
+        fallen = [f"link {self._fallen.pop()}" for _ in range(len(self._fallen))]  # before they are read
+        node = links.read_node()
         addresses = self.config.hybrid.node_addresses or node.addresses
         self.syncer.set_addresses(addresses, Routes(node.sources, node.networks))
         self._pods.clear()
@@ -378,6 +373,7 @@ class Agent:
         down, now = self.answers.down, time.monotonic()
         names = (fact.removeprefix("link ") for fact, state in self._pods.items() if state == "down")
         self.answers.down = {name: down.get(name, now) for name in names}
+        self.history.facts("links", others | dict.fromkeys(others.keys() & fallen, "down"))  # though it is up again
         self.history.facts("links", others)
         own = {each.name: each.up for each in node.interfaces if each.index not in pods}
         self.history.held(frozenset(each for each in node.held if each.split()[-1] in own), own)
@@ -388,6 +384,8 @@ class Agent:
         now |= {name: sysctl.read(sysctl.FORWARDING[family]) or "none" for family, name in FORWARDING.items()}
         if (nat := self.other_proxies.nat) is not None:
             self.history.lasting("NAT", {str(each): each.service for each in nat}, "came: ", "gone: ")
+        others = dict.fromkeys(self.other_proxies.warnings, "")
+        self.history.lasting("proxies", others, "other proxy: ", "other proxy is gone: ", "hybrid-proxy")
         self.history.facts("node", now | ({"table of conntrack": "full" if fill.full else "has room"} if fill else {}))
 
     # The mode and the configuration

@@ -29,7 +29,7 @@ READ_SECONDS: Final = 1.0  # between two readings of the number of the ruleset: 
 
 
 class OtherProxiesWatcher:
-    """Holds the result of the last search in `warnings`; each new warning is logged and reported once.
+    """Holds the result of the last search in `warnings`; each new warning is reported once.
 
     `settled` is set when the first table is programmed and former modes are removed. Before that, such a mode is not
     another proxy: it serves until then.
@@ -88,12 +88,8 @@ class OtherProxiesWatcher:
         self._took_before = took if took is None or self._took_before is None else min(took, self._took_before)
         self.left_took = took if took is None or self._took_before is None else took - self._took_before
         before, self.warnings = self.warnings, found
-        for warning in found:
-            if warning not in before:
-                log.warning("other proxy: %s", warning)
-                self._report(warning)
-        if before and not found:
-            log.info("there is no other proxy any more")
+        for warning in set(found).difference(before):
+            self._report(warning)
 
     def _run(self) -> None:
         due, rested, known = 0.0, 0.0, (b"", False)

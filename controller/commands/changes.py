@@ -89,8 +89,8 @@ LIKELY: Final = ChangeRow(
 
 _CHANGES: Final = """
 Endpoints, Services, modes, repairs, reloads of the configuration, ejections, and facts of the node. Equal neighbours
-within two minutes make one row. An endpoint that becomes ready three times in a row is FLAPPING. The command needs no
-agent: what former agents wrote down is there, too.
+within two minutes make one row. An endpoint that becomes ready three times in a row is FLAPPING, and so is a Service
+that is created three times. The command needs no agent: what former agents wrote down is there, too.
 
 examples:
   hybrid-proxy changes                     what changed on this node

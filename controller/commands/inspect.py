@@ -11,16 +11,9 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import msgspec
 
+from hybrid_proxy.controller.commands import command as c
 from hybrid_proxy.controller.commands import listings, terminal
 from hybrid_proxy.controller.commands.columns import Column
-from hybrid_proxy.controller.commands.command import (
-    Command,
-    add_admin,
-    add_folders,
-    add_service,
-    add_table,
-    number_from,
-)
 from hybrid_proxy.controller.commands.explain import lines, sentences
 from hybrid_proxy.controller.commands.listings import Change, ModeRow, changes
 from hybrid_proxy.controller.commands.names import UnknownName
@@ -33,7 +26,7 @@ from hybrid_proxy.dataplane.errors import DataplaneError
 from hybrid_proxy.dataplane.kernel.links import read_node
 from hybrid_proxy.dataplane.mode import Options, ProbePacket
 from hybrid_proxy.dataplane.options import EbpfOptions
-from hybrid_proxy.dataplane.reports import SENT_ON, ExplainAnswer, ExplainStep, FlowRow, some
+from hybrid_proxy.dataplane.reports import SENT_ON, ExplainAnswer, ExplainStep, FlowRow, Unprogrammed, some, unserved
 from hybrid_proxy.dataplane.table import NODE_PORT, Protocol, family_of, socket_text
 
 if TYPE_CHECKING:
@@ -263,7 +256,9 @@ def explain_live(args: argparse.Namespace, packets: list[Packet]) -> int:
     except ControllerError as error:
         terminal.remark(f"({error}: the agent's service table answers)")
         rest = [packet for packet in packets if packet not in known]
-        answers = map(_by_table, ask(args.admin_socket, p.GetTable(None, rest), p.TableAnswer).verdicts)
+        missed = ask(args.admin_socket, p.GetStatus(), p.StatusAnswer).status.dataplane.unprogrammed
+        by_table = ask(args.admin_socket, p.GetTable(None, rest), p.TableAnswer).verdicts
+        answers = (_by_table(each, [one for one in missed if one.entry == each.service]) for each in by_table)
     rows = [_as_drained(known[packet], agent) if packet in known else next(answers) for packet in packets]
     for packet, row in zip(packets, rows, strict=True):
         row.name, row.mode = packet.name, row.mode or agent.mode
@@ -289,25 +284,33 @@ def explain_live(args: argparse.Namespace, packets: list[Packet]) -> int:
 
 
 def _met(packet: Packet, row: ExplainAnswer, own: Sequence[str]) -> Iterator[ExplainStep]:
-    """Rules of other programs that drop what the stack sends to a backend, by what they say, or by default."""
-    from hybrid_proxy.controller.commands.doctor.checks import WITHOUT_FORWARD
+    """Rules of other programs that take the packet, by what they say or by default: behind a translation or before."""
+    from hybrid_proxy.controller.commands.doctor.checks import BEFORE, WITHOUT_FORWARD
     from hybrid_proxy.dataplane.firewall_rules import FIELDS, takes
     from hybrid_proxy.dataplane.kernel.foreign_rules import read_rules
 
-    if SENT_ON in row.reason or row.mode in WITHOUT_FORWARD:
-        return
-    hook = "output" if packet.src in own else "forward"
-    source = "" if row.masquerade and row.mode == "ebpf" else packet.src  # other modes masquerade after FORWARD
+    relayed, hook = row.mode in WITHOUT_FORWARD, "output" if packet.src in own else "forward"
+    first = {hook} if hook == "output" else BEFORE if relayed else BEFORE - {"input"}
+    translated = "" if row.masquerade and row.mode == "ebpf" else packet.src  # other modes masquerade after FORWARD
+    early = list[str]()
     for rule in read_rules(client=packet.src)[0]:
-        for end in row.backends if hook in rule.hooks and not (rule.away or rule.spares) else ():
-            host, _, port = end.rpartition(":")
-            ends = (source, "", host.strip("[]"), port, packet.protocol.lower())
-            met = dict(zip(FIELDS, ends, strict=True)) | {"state": "new"}
-            if takes(rule.text, met) or rule.text.lower() == "policy drop":
+        before = row.mode not in ("ebpf", "") and not rule.late and not first.isdisjoint(rule.hooks)
+        after = hook in rule.hooks and not (before or rule.away or rule.spares or relayed or SENT_ON in row.reason)
+        source, ends = (packet.src, [socket_text(packet.dst, packet.port)]) if before else (translated, row.backends)
+        known = ((source, "", *end.rpartition(":")[::2], packet.protocol.lower()) for end in ends)
+        met = (dict(zip(FIELDS, each, strict=True)) | {"state": "new", "daddr": each[2].strip("[]")} for each in known)
+        if (before or after) and (rule.text.lower() == "policy drop" or any(takes(rule.text, each) for each in met)):
+            early += [str(rule)] * before
+            if after:
                 yield ExplainStep("firewall", f"In the stack it meets {rule}, unless a rule before it accepts it.")
+    if early:
+        text = "This answer is by the service table alone; before that the packet meets rules of other programs"
+        yield ExplainStep("firewall", f"{text}, unless one before them accepts it: {some(early, '; ')}.")
 
 
-def _by_table(verdict: Verdict) -> ExplainAnswer:
+def _by_table(verdict: Verdict, missed: Sequence[Unprogrammed]) -> ExplainAnswer:
+    if missed:
+        verdict = Verdict(verdict.name, "untouched", f"Not programmed: {unserved(missed)[0]}.")
     steps = [ExplainStep("table", text) for text in sentences(verdict)]
     facts = {name: getattr(verdict, name) for name in ("verdict", "masquerade", "service", "reason")}
     return ExplainAnswer(backends=list(verdict.backends), steps=steps, **facts)
@@ -389,9 +392,9 @@ examples:
 
 
 def _common_arguments(parser: argparse.ArgumentParser) -> None:
-    add_admin(parser)
-    add_folders(parser)
-    add_table(parser)
+    c.add_admin(parser)
+    c.add_folders(parser)
+    c.add_table(parser)
 
 
 def _status_arguments(parser: argparse.ArgumentParser) -> None:
@@ -402,20 +405,20 @@ def _status_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _listing_arguments(parser: argparse.ArgumentParser) -> None:
-    add_service(parser)
+    c.add_service(parser)
     parser.add_argument("-w", "--watch", action="store_true", help="then print each row that comes, changes or goes")
     _common_arguments(parser)
 
 
 def _flows_arguments(parser: argparse.ArgumentParser) -> None:
     _listing_arguments(parser)
-    parser.add_argument("--limit", type=number_from(1), default=1000, metavar="N", help="at most N (default: 1000)")
+    parser.add_argument("--limit", type=c.number_from(1), default=1000, metavar="N", help="at most N (default: 1000)")
     text = "only those of this mode, serving or draining"
     parser.add_argument("--mode", choices=available_modes(), metavar="MODE", help=text)
 
 
-STATUS: Final = Command(_status_arguments, _show_status, _STATUS)
-MODES: Final = Command(_common_arguments, _show_modes, _MODES)
-SERVICES: Final = Command(_listing_arguments, partial(_list, _services), _SERVICES)
-BACKENDS: Final = Command(_listing_arguments, partial(_list, _backends), _BACKENDS)
-FLOWS: Final = Command(_flows_arguments, partial(_list, _flows), _FLOWS)
+STATUS: Final = c.Command(_status_arguments, _show_status, _STATUS)
+MODES: Final = c.Command(_common_arguments, _show_modes, _MODES)
+SERVICES: Final = c.Command(_listing_arguments, partial(_list, _services), _SERVICES)
+BACKENDS: Final = c.Command(_listing_arguments, partial(_list, _backends), _BACKENDS)
+FLOWS: Final = c.Command(_flows_arguments, partial(_list, _flows), _FLOWS)

@@ -248,9 +248,9 @@ def _backend_troubles(status: AgentStatus, answered: Collection[str]) -> Iterato
         each = "each backend refused its last connection, or did not answer"
         details = [f"{name}: {each}" for name in failing if name not in sick]
         details += [text for text, row in states.items() if row.service in failing]
-        named = [
-            name + "".join(f" (IPv{10 - f})" for f in (4, 6) if f"IPv{f} of {name}" in answered) for name in failing
-        ]
+        heard = {name: 10 - f for name in failing for f in (4, 6) if f"IPv{f} of {name}" in answered}
+        only = plane.failing_in | heard
+        named = [name + f" (IPv{only.get(name)})" * (name in only) for name in failing]
         text, todo = f"all backends of {some(named)} fail", _ask_doctor(failing[0])
         yield Trouble("backends", "backends-fail", text, "failing", details, todo=todo, said=[text])
     if own := {text: row for text, row in states.items() if row.service not in failing}:

@@ -13,41 +13,46 @@ from typing import Final
 
 from msgspec.structs import replace
 
+from hybrid_proxy.controller.commands import command as c
 from hybrid_proxy.controller.commands.columns import Column, Screen
-from hybrid_proxy.controller.commands.command import (
-    Command,
-    add_admin,
-    add_service,
-    add_table,
-    number_from,
-    positive_seconds,
-    started,
-)
 from hybrid_proxy.controller.commands.explain import source_of
 from hybrid_proxy.controller.commands.names import Asked, asked_for, checked
-from hybrid_proxy.controller.commands.packet_columns import Group, advice, event_columns, grouped, kind
+from hybrid_proxy.controller.commands.packet_columns import VERDICTS, Group, advice, event_columns, grouped, kind
 from hybrid_proxy.controller.commands.terminal import print_rows, print_stream, remark, screen
 from hybrid_proxy.controller.commands.views import checked_service, remembered_events
-from hybrid_proxy.controller.errors import ConfigError
+from hybrid_proxy.controller.errors import ConfigError, ControllerError
+from hybrid_proxy.controller.serving import protocol as p
 from hybrid_proxy.controller.serving.admin import FIRST_SECONDS, UnansweredError, ask
-from hybrid_proxy.controller.serving.protocol import NO_EVENT, EventsAnswer, GetEvents, SetTrace, TraceAnswer
+from hybrid_proxy.dataplane.modes.ebpf.maps.reasons import WORDS, kind_of
 from hybrid_proxy.dataplane.reports import PacketEvent, clock, several
 
 POLL_SECONDS: Final = 0.5
-ALL: Final = -NO_EVENT  # those of agents before this one, too
+ALL: Final = -p.NO_EVENT  # those of agents before this one, too
 LAST: Final = 10  # events before those that come, as tail(1) shows lines
 MEASURES: Final = "`hybrid-proxy trace --from CLIENT --to SERVICE`"
 LEASE_SECONDS: Final = 5.0  # a trace ends so long after nobody looks any more
+
+
+COUNTED: Final[dict[str, dict[str, str]]] = {  # counters of other modes, as mode ebpf names them
+    "nftables": {
+        "refused": "reject", "unknown-port": "reject_no_port", "discarded": "drop_empty",
+        "source-not-allowed": "drop_source_ranges", "unallocated": "drop_unallocated", "no-slot": "drop_changing",
+        "invalid": "drop_invalid",
+    },
+    "userspace": {"refused_by_backends": "backend_refused", "silent_backends": "backend_unanswered"},
+}  # fmt: skip
+MEANINGS: Final = WORDS | {"drop_invalid": "a segment of a known connection that conntrack takes for invalid"}
 
 
 def _show(command: str, args: argparse.Namespace) -> int:
     """Print what happened, or what happens until Ctrl-C; the exit code."""
     if command == "trace":
         args.source = _address(args.source)
-    since = started(args.since) if command == "drops" else None
+    since = c.started(args.since) if command == "drops" else None
     try:
         coming = command == "trace" or args.follow  # of a mode that reports none, there is only what was before
-        silent = ask(args.admin_socket, GetEvents(NO_EVENT if coming else ALL), EventsAnswer, FIRST_SECONDS).silent
+        after = p.NO_EVENT if coming else ALL
+        silent = ask(args.admin_socket, p.GetEvents(after), p.EventsAnswer, FIRST_SECONDS).silent
     except UnansweredError as error:
         if coming:
             raise
@@ -56,6 +61,12 @@ def _show(command: str, args: argparse.Namespace) -> int:
         asked = checked(asked_for(args.service, args.namespace), names)
         _print(args, [row for row in events if asked.has(row.service)])
         remark(note)
+        return 0
+    except ControllerError as error:  # of a mode that reports none
+        whole = not (coming or args.service or args.namespace or since) and args.output in ("text", "wide")
+        if not (whole and _print_totals(args)):
+            raise
+        remark(str(error))
         return 0
     args.service = checked_service(args)
     if silent:
@@ -71,7 +82,7 @@ def _show(command: str, args: argparse.Namespace) -> int:
 
 
 def _print(args: argparse.Namespace, rows: list[PacketEvent], *, silent: bool = False) -> None:
-    rows = _within(rows, started(args.since))
+    rows = _within(rows, c.started(args.since))
     shown = rows[-args.limit :]
     groups = _groups(args, shown)
     lasts = [each.last for each in groups]
@@ -86,6 +97,22 @@ def _print(args: argparse.Namespace, rows: list[PacketEvent], *, silent: bool = 
         none += " kept (mode ebpf: `backends` has failures of the node's own sockets); what the kernel drops"
         look = f"`hybrid-proxy trace {f'{args.service} ' if args.service else ''}--drops` shows"
         remark(f"{none} (firewalls, routes, sockets), {look}")
+
+
+def _print_totals(args: argparse.Namespace) -> bool:
+    """Print how often the mode dropped or rejected packets, or saw a backend fail; return whether it counts that."""
+    known = ask(args.admin_socket, p.GetStatus(), p.StatusAnswer).status.dataplane
+    names = COUNTED.get(known.mode, {})
+    columns = [
+        Column[str]("VERDICT", lambda name: VERDICTS[kind_of(names[name])]),
+        Column[str]("TIMES", lambda name: str(known.counters[name]), right=True),
+        Column[str]("REASON", lambda name: MEANINGS[names[name]].removeprefix("rejected: "), wrap=True),
+    ]
+    if rows := [name for name in names if known.counters.get(name)]:
+        print_rows(args, columns, rows)
+    elif names:
+        remark(f"mode {known.mode} has counted no packet that it dropped or rejected")
+    return bool(names)
 
 
 def _columns(
@@ -121,7 +148,7 @@ def _stream(args: argparse.Namespace, rows: Iterable[PacketEvent], known: Sequen
 
 def _events(args: argparse.Namespace, after: int) -> tuple[list[PacketEvent], int]:
     """Those with larger numbers that are asked for, and the number of the latest of all."""
-    answer = ask(args.admin_socket, GetEvents(after), EventsAnswer)
+    answer = ask(args.admin_socket, p.GetEvents(after), p.EventsAnswer)
     for row in answer.events:
         row.mode = row.mode or answer.mode
         if answer.silent and row.mode and args.output == "text":
@@ -151,15 +178,15 @@ def _coming(args: argparse.Namespace, rows: list[PacketEvent], after: int) -> It
 
 def _traced(args: argparse.Namespace) -> Iterator[PacketEvent]:
     client, end = args.source, time.monotonic() + args.seconds
-    after = ask(args.admin_socket, GetEvents(NO_EVENT), EventsAnswer).last
+    after = ask(args.admin_socket, p.GetEvents(p.NO_EVENT), p.EventsAnswer).last
     while time.monotonic() < end:
-        ask(args.admin_socket, SetTrace(args.service, client, LEASE_SECONDS), TraceAnswer)
+        ask(args.admin_socket, p.SetTrace(args.service, client, LEASE_SECONDS), p.TraceAnswer)
         time.sleep(min(POLL_SECONDS, max(0.0, end - time.monotonic())))
         rows, after = _events(args, after)
         for row in rows:
             if not client or client in (end.rpartition(":")[0].strip("[]") for end in (row.source, row.destination)):
                 yield row
-    ask(args.admin_socket, SetTrace(None, None, 0), TraceAnswer)
+    ask(args.admin_socket, p.SetTrace(None, None, 0), p.TraceAnswer)
 
 
 def _address(text: str | None) -> str | None:
@@ -195,6 +222,8 @@ The programs report up to 100 packets per second and CPU to the agent, which kee
 doctor tries. The last 200 outlive it; where it is killed, without those of its last five seconds. `status` and the
 metric hybrid_proxy_events_total count all. docs/counters.md explains the reasons.
 Without an agent, the command shows what the last one wrote down, and what the programs have reported since.
+Modes nftables and userspace report no packets: of all Services together there are their totals. Modes iptables and ipvs
+have none: the exit code is 1, and the message has the commands that measure the kernel.
 
 verdicts:
   DROPPED   without an answer
@@ -221,10 +250,10 @@ examples:
 
 
 def _common_arguments(parser: argparse.ArgumentParser, limit: str) -> None:
-    add_service(parser)
-    parser.add_argument("--limit", type=number_from(1), default=1000, metavar="N", help=f"{limit} (default: 1000)")
-    add_admin(parser)
-    add_table(parser)
+    c.add_service(parser)
+    parser.add_argument("--limit", type=c.number_from(1), default=1000, metavar="N", help=f"{limit} (default: 1000)")
+    c.add_admin(parser)
+    c.add_table(parser)
 
 
 def _drops_arguments(parser: argparse.ArgumentParser) -> None:
@@ -239,9 +268,9 @@ def _trace_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--from", dest="source", metavar="SRC", help="only packets of the client with this address; in a lab pod/NAME"
     )
-    parser.add_argument("--seconds", type=positive_seconds, default=10, metavar="N", help="how long (default: 10)")
+    parser.add_argument("--seconds", type=c.positive_seconds, default=10, metavar="N", help="how long (default: 10)")
     _common_arguments(parser, "at most N")
 
 
-DROPS: Final = Command(_drops_arguments, partial(_show, "drops"), _DROPS)
-TRACE: Final = Command(_trace_arguments, partial(_show, "trace"), _TRACE)
+DROPS: Final = c.Command(_drops_arguments, partial(_show, "drops"), _DROPS)
+TRACE: Final = c.Command(_trace_arguments, partial(_show, "trace"), _TRACE)

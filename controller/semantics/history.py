@@ -10,12 +10,13 @@ import msgspec
 from msgspec.structs import replace
 
 from hybrid_proxy.controller.kubernetes.model import Service
+from hybrid_proxy.controller.semantics.entries import NO_PORT
 from hybrid_proxy.dataplane.reports import age, ago, some
 from hybrid_proxy.dataplane.table import Entry, NodeNetwork, frontend_text
 
 FOLD_SECONDS: Final = 120.0  # changes of one kind that come closer together make one row
 LONGEST_ROW: Final = 600.0  # seconds: what goes on for hours has a row for each part
-FLAPS: Final = 3  # times that an endpoint becomes ready in one row: once is a rollout, twice a restart
+FLAPS: Final = 3  # times that an endpoint becomes ready, or a Service is created, in one row: twice may be a restart
 NAMED: Final = 8  # endpoints in a row
 OTHERS: Final = "many Services at once"
 ADDRESSES: Final = "its addresses and routes"  # of this node
@@ -43,7 +44,7 @@ class ChangeRow(msgspec.Struct, kw_only=True, frozen=True):
         ready: How often an endpoint became ready; of equals, the newest first.
         gone: How often it ceased to be; a row has one of the two. Of ejections, how often for which reason; the
             addresses of a deleted Service.
-        flapping: Whether an endpoint became ready several times.
+        flapping: Whether an endpoint became ready several times, or the Service was created several times.
         outdated: Those whose newest change an earlier row tells.
         mode: The mode of a repair; else empty.
     """
@@ -100,11 +101,12 @@ class ChangeRow(msgspec.Struct, kw_only=True, frozen=True):
 
 def joined(before: ChangeRow, after: ChangeRow) -> ChangeRow:
     """Returns one row for two with the same key."""
-    ready = _most(before.ready, after.ready)
+    ready, count = _most(before.ready, after.ready), before.count + after.count
+    often = count if after.what == CREATED else max(ready.values(), default=0)
     return replace(
         before, first=min(before.first, after.first), last=max(before.last, after.last),
-        what=after.what, count=before.count + after.count, ready=ready, gone=_most(before.gone, after.gone),
-        flapping=before.flapping or after.flapping or max(ready.values(), default=0) >= FLAPS,
+        what=after.what, count=count, ready=ready, gone=_most(before.gone, after.gone),
+        flapping=before.flapping or after.flapping or often >= FLAPS,
     )  # fmt: skip
 
 
@@ -169,13 +171,15 @@ def change_of(
     if (was, had) != (now, has) and by != ADDRESSES:  # an address that is not served any more had endpoints
         rows += [row(what, "EndpointSlice") for what in _moved(before, after)]
         named = there() if had - has else ()  # the slices are not read for what only became ready
-        for what, gone in ((NOT_READY, (had - has).intersection(named)), ("", (had - has).difference(named))):
+        lost = next(iter(_portless(before, after)), NOT_READY)
+        for what, gone in ((lost, (had - has).intersection(named)), ("", (had - has).difference(named))):
             rows += [row(what, "EndpointSlice", gone=gone)] * bool(gone)
         rows += [row(LEFT_OUT, "EndpointSlice", gone=was & has - now)] * bool(was & has - now)
         rows += [row(LEFT_OUT, "EndpointSlice", ready=has - had - now)] * bool(has - had - now)
         rows += [row("", "EndpointSlice", ready=now - was)] * bool(now - was)
     elif before and after and before != after:
-        moved = _moved(before, after) or differences(_conditions(before), _conditions(after))
+        moved = _moved(before, after) + _portless(before, after)
+        moved = moved or differences(_conditions(before), _conditions(after))
         was, now = ({each for one in those for each, _ in one.present or ()} for those in (before, after))
         if was - now:  # they did not serve
             return [*rows, row("", "EndpointSlice", gone=was - now)]
@@ -250,6 +254,13 @@ def _moved(before: tuple[Entry, ...], after: tuple[Entry, ...]) -> list[str]:
         (*was[name], *now[name]) for name in sorted(was.keys() & now.keys()) if len(was[name]) == len(now[name]) == 1
     )
     return list(dict.fromkeys(f"targetPort {old} → {new}" for old, new in both if old != new))
+
+
+def _portless(before: tuple[Entry, ...], after: tuple[Entry, ...]) -> list[str]:
+    """Describes which service ports have no backend any more because slices name no such port and protocol."""
+    was = {each.why for entry in before for each in entry.backend_sets}
+    new = (f"{entry.name}: {each.why}" for entry in after for each in entry.backend_sets if each.why not in was)
+    return list(dict.fromkeys(why for why in new if NO_PORT in why))
 
 
 def _served(entries: tuple[Entry, ...]) -> dict[str, str]:

@@ -39,6 +39,7 @@ BARE = frozenset({512, 768, 769, 776, 778, 519, 823, 0xFFFE})
 SERVICES_DEVICE = "kube-ipvs0"  # of mode ipvs, ours or kube-proxy's: its addresses are services'
 SERVICES_DEVICES = frozenset({SERVICES_DEVICE, "kube-dummy-if"})  # and kube-router's
 # linux/rtnetlink.h, linux/if_link.h, linux/if_addr.h
+NEW_LINK = 16
 GET_LINK, GET_ADDRESS, GET_ROUTE, GET_RULE = 18, 22, 26, 34  # a rule has the fields of a route (linux/fib_rules.h)
 IFLA_ADDRESS, IFLA_IFNAME, IFLA_MTU, IFLA_LINK = 1, 3, 4, 5
 IFLA_MASTER, IFLA_OPERSTATE, IFLA_LINKINFO = 10, 16, 18
@@ -415,9 +416,21 @@ def is_pod(interface: Interface, patterns: tuple[str, ...], uplinks: tuple[str, 
     return interface.kind in POD_KINDS and interface.peer_elsewhere and not is_uplink(interface, uplinks, primary)
 
 
-def watch(changed: Callable[[], None], stop: threading.Event) -> None:
-    """Call `changed` soon after links, addresses, routes or settings change, until `stop`. Runs in its own thread."""
+def watch(changed: Callable[[], None], stop: threading.Event, fallen: set[str]) -> None:
+    """Call `changed` soon after links, addresses, routes or settings change, until `stop`. Runs in its own thread.
+
+    The caller reads the state from the kernel; `fallen` gets the names of links that went down, as some are up again.
+    """
+    down = set[str]()
     with nl.Events(nl.ROUTE, GROUPS) as events:
-        for _ in events.until(stop):
-            events.discard()  # whatever the reports say, the state is read from the kernel
+        for first in events.until(stop):
+            reports = (first, *iter(events.read, b""))
+            for body in (body for each in reports for kind, *_, body in nl.messages(each or b"") if kind == NEW_LINK):
+                known = dict(nl.attributes(body, _LINK.size))
+                name = nl.text(known.get(IFLA_IFNAME, b""))
+                if _number(known.get(IFLA_OPERSTATE)) not in OPERATION_DOWN:
+                    down.discard(name)
+                elif name not in down:  # the kernel reports each state several times
+                    down.add(name)
+                    fallen.add(name)
             changed()

@@ -17,6 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from itertools import count
 from pathlib import Path
 from typing import NamedTuple
 
@@ -2307,6 +2308,46 @@ def test_explain_names_the_rule_of_forward_that_a_packet_meets(clinic: Clinic, m
     rule = "policy drop" if table is CLOSED else "tcp dport 8080 drop"
     happens = mode != "ipvs" and "dport 9 " not in table
     assert [f"`{rule}` in chain forward of table inet somebody" in text for text in met] == [True] * happens, found
+
+
+@only_in("ebpf", "nftables", "iptables", "userspace")
+@pytest.mark.parametrize(("pod", "hook"), [("pod2", "prerouting"), ("node", "output")])
+def test_explain_names_rules_that_take_a_packet_before_the_service_table(
+    clinic: Clinic, mode: str, pod: str, hook: str
+) -> None:
+    """One that drops, one that redirects; not one that names another port. In mode ebpf programs come before them."""
+    clinic.put("pod1")
+    ask = ("explain", "--live", "--from", clinic.lab[pod].address4, "--to", f"{NAME}:80", "-o", "json")
+    drops, dnat = f"ip daddr {ADDRESSES[NAME]} tcp dport 80 drop", "tcp dport 80 dnat ip to 192.0.2.9:80"
+    chains = f"""chain a {{ type filter hook {hook} priority -300 ; tcp dport 9 drop ; ct state new {drops} ; }} ;
+        chain b {{ type nat hook {hook} priority -160 ; ip daddr {ADDRESSES[NAME]} {dnat} ; }} ;"""
+    with clinic.rules("node", f"table inet somebody {{ {chains} }}"):
+        assert mode == "ebpf" or not clinic.reaches(ADDRESSES[NAME], 80) or pod == "node"
+        found = json.loads(clinic.agent.command(*ask).stdout)
+    steps = [each["text"] for each in found["steps"] if "by the service table alone" in each["text"]]
+    assert len(steps) == (mode != "ebpf"), found
+    assert not steps or (drops in steps[0] and dnat in steps[0] and "dport 9" not in steps[0]), found
+
+
+def test_a_link_that_was_down_for_a_moment_has_its_rows(clinic: Clinic) -> None:
+    """And so it has where it is up again before the agent reads it."""
+    path, sizes = changes_path(str(clinic.agent.socket)), count(1300)
+    for argv in ("add flap0 type veth peer name flap1", "set flap1 up", "set flap0 up"):
+        clinic.run("node", "ip", "link", *argv.split())
+
+    def is_known() -> bool:
+        clinic.run("node", "ip", "link", "set", "flap0", "mtu", str(next(sizes)))
+        return any("MTU of flap0" in row.what for row in read_changes(path))
+
+    try:
+        until(is_known, "the agent has read it twice")
+        before = [row.what for row in read_changes(path)]
+        clinic.run("node", "sh", "-c", "printf 'link set flap0 down\\nlink set flap0 up\\n' | ip -batch -")
+        clinic.written(lambda row: row.what == "link flap0: up → down")
+    finally:
+        clinic.run("node", "ip", "link", "del", "flap0")
+    rows = [row.what for row in read_changes(path)][len(before) :]
+    assert [what for what in rows if "link flap0" in what] == ["link flap0: up → down", "link flap0: down → up"], rows
 
 
 @only_in("ebpf")

@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import argparse
+import json
 import re
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from hybrid_proxy.controller import __version__, cli
+from hybrid_proxy.controller.errors import ControllerError
+from hybrid_proxy.controller.semantics.explain import Verdict
+from hybrid_proxy.controller.serving import protocol as p
 from hybrid_proxy.controller.settings.documents import rows
+from hybrid_proxy.dataplane.reports import Unprogrammed
 
 # fmt: off
 WRONG = (
@@ -177,3 +184,29 @@ def test_every_flag_has_a_place_in_a_page_and_a_reader() -> None:
             if action.help != argparse.SUPPRESS and action.dest not in ("help", "all_namespaces"):  # no reader needed
                 assert not action.option_strings or known & set(action.option_strings), command.prog
                 assert action.dest in read_names, f"{command.prog}: {action.dest}"
+
+
+def test_explain_live_says_of_a_mode_that_runs_no_probe_what_is_not_programmed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """The service table has it all the same; mode ebpf answers so, too."""
+    missed = Unprogrammed("default/web:http", "no room")
+    verdict = Verdict("", "dnat", "It is served.", backends=("10.0.0.1:80",), service=missed.entry)
+
+    def ask(_: str, request: Any, *__: Any) -> Any:
+        match request:
+            case p.GetNames():
+                return p.NamesAnswer("nftables", [], None, {}, [])
+            case p.GetStatus():
+                return SimpleNamespace(status=SimpleNamespace(dataplane=SimpleNamespace(unprogrammed=[missed])))
+            case p.GetTable():
+                return p.TableAnswer([], [verdict], [])
+        raise ControllerError("mode nftables cannot be asked about a packet")
+
+    monkeypatch.setattr("hybrid_proxy.controller.commands.inspect.ask", ask)
+    socket = str(tmp_path / "admin.sock")
+    asked = ["--from", "10.0.0.9", "--to", "10.96.0.1:80", "--admin-socket", socket, "-o", "json"]
+    assert cli.main(["explain", "--live", *asked]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert (answer["verdict"], answer["backends"], answer["service"]) == ("untouched", [], None)
+    assert answer["reason"] == "Not programmed: default/web:http: no room."

@@ -20,7 +20,7 @@ from hybrid_proxy.controller.commands.columns import Screen
 from hybrid_proxy.controller.commands.columns import table as table_of
 from hybrid_proxy.controller.commands.names import UnknownName
 from hybrid_proxy.controller.commands.views import why_unknown
-from hybrid_proxy.controller.kubernetes.model import Problem, Service, ServicePort, Upserted
+from hybrid_proxy.controller.kubernetes.model import EndpointPort, Problem, Service, ServicePort, Upserted
 from hybrid_proxy.controller.semantics.cluster import Cluster
 from hybrid_proxy.controller.semantics.history import (
     ADDRESSES,
@@ -49,6 +49,7 @@ from hybrid_proxy.dataplane.table import (
     Protocol,
     ServiceTable,
 )
+from tests.semantics import make
 
 ETH0 = {"eth0": True}
 NAME, NOW = "shop/web", 1_800_000_000.0
@@ -118,6 +119,33 @@ def test_rows_tell_what_distinguishes_two_tables(
 def test_an_endpoint_that_its_slice_still_names_is_not_ready() -> None:
     rows = change_of(NAME, entries(A, B, C), entries(A), NOW, "", there=lambda: {A, B})
     assert [row.text for row in rows] == [f"not ready: {B}", f"removed: {C}"]
+
+
+@pytest.mark.parametrize("twin", [False, True], ids=["its only port", "another port has these endpoints"])
+def test_a_port_whose_slice_names_another_protocol_is_told_with_both(twin: bool) -> None:
+    """The endpoint is still there: it is neither gone nor unready."""
+    web = make.service(ports=(make.HTTP, *[ServicePort("udp", Protocol.UDP, 81)] * twin))
+    before, after = (
+        make.decide(
+            web,
+            make.endpoint_slice(
+                make.ep(A), ports=[EndpointPort("http", kind, 8080), EndpointPort("udp", Protocol.UDP, 8081)]
+            ),
+        )
+        for kind in (Protocol.TCP, Protocol.UDP)
+    )
+    rows = change_of("default/web", before, after, NOW, "", there=lambda: {A})
+    lost = "no EndpointSlice of the service has a TCP port named 'http'; they have 'http' (UDP), 'udp' (UDP)"
+    assert [row.text for row in rows] == [f"default/web:http: {lost}" + f": {A}" * (not twin)]
+
+
+def test_a_service_that_is_created_again_and_again_flaps_also_without_endpoints() -> None:
+    rows = []
+    for number in range(FLAPS):
+        rows += change_of(NAME, (), entries(), NOW + 2 * number, "", (None, service()))
+        assert any(row.flapping for row in folded(rows)) is (number + 1 == FLAPS)
+        rows += change_of(NAME, entries(), (), NOW + 2 * number + 1, "", (service(), None))
+    assert [row.text.partition(" ")[0] for row in folded(rows)] == ["FLAPPING:", "Service"]
 
 
 def service(**fields: object) -> Service:
@@ -279,7 +307,7 @@ def test_a_service_that_is_made_and_deleted_in_turns_has_a_row_for_each() -> Non
         rows += change_of(NAME, entries(A), (), NOW + 2 * number + 1, "", (service(), None))
     found = [(row.text, row.count) for row in folded(rows)]
     assert found == [
-        ("Service created", 4),
+        ("FLAPPING: Service created", 4),
         (f"FLAPPING: ready: {A} (4 x)", 4),
         (f"removed: {A} (4 x)", 4),
         ("Service deleted: ClusterIP 10.96.0.1 (4 x)", 4),
@@ -577,7 +605,7 @@ def test_a_herd_of_changes_costs_a_bounded_amount(tmp_path: Path) -> None:
     services = Shards[tuple[Entry, ...]]().replaced({name: entries(*ends, name=name) for name in names})
     history = History(path)
     history.programmed(table(1, services, frozenset(names)))
-    with patch("hybrid_proxy.controller.agent.history.change_of", side_effect=change_of) as compared:
+    with patch("hybrid_proxy.controller.semantics.history.change_of", side_effect=change_of) as compared:
         history.programmed(table(2, services.replaced({name: entries(name=name) for name in names}), frozenset(names)))
     assert compared.call_count == MOST_ROWS
     history.flush()

@@ -8,6 +8,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -18,8 +19,8 @@ from hybrid_proxy.controller.commands.columns import Screen, layout, table
 from hybrid_proxy.controller.commands.command import started
 from hybrid_proxy.controller.commands.packet_columns import advice, event_columns, grouped, kind
 from hybrid_proxy.controller.commands.terminal import print_stream
-from hybrid_proxy.controller.errors import ConfigError
-from hybrid_proxy.controller.serving.protocol import EventsAnswer
+from hybrid_proxy.controller.errors import ConfigError, ControllerError
+from hybrid_proxy.controller.serving.protocol import NO_EVENT, EventsAnswer, GetStatus
 from hybrid_proxy.dataplane.modes.ebpf.maps.reasons import WORDS, kind_of
 from hybrid_proxy.dataplane.reports import PacketEvent, clock
 
@@ -232,7 +233,7 @@ def test_rows_that_a_stream_begins_with_are_aligned_with_those_that_come(
     ends = "[fd77:1:ffff:ffff::ffff:11]:40232", "[fd96::ffff:ffff]:8080"
     wide = event(8, "backend_unanswered", *ends, backend="[fd77:2:ffff:ffff::12]:8080")
     comes = event(1, "backend_unanswered", "255.255.255.255:65535", FRONTEND, backend="10.77.1.12:65535")
-    answers = {watch.ALL: [known, wide], watch.NO_EVENT: [], 0: [wide], 7: [comes]}
+    answers = {watch.ALL: [known, wide], NO_EVENT: [], 0: [wide], 7: [comes]}
 
     def ask(_: str, request: Any, *__: Any) -> EventsAnswer:
         if request.after not in answers:
@@ -273,7 +274,7 @@ def test_equal_drops_of_a_second_are_one_row_of_a_stream(
     output: str, shown: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     many = [event(1, "backend_refused", f"10.77.1.11:{port}", FRONTEND, backend=BACKEND) for port in range(41)]
-    answers = {watch.ALL: many[:3], watch.NO_EVENT: [], 0: [*many, event(1, "reject", "10.77.1.12:7", FRONTEND)]}
+    answers = {watch.ALL: many[:3], NO_EVENT: [], 0: [*many, event(1, "reject", "10.77.1.12:7", FRONTEND)]}
 
     def ask(_: str, request: Any, *__: Any) -> EventsAnswer:
         if request.after not in answers:
@@ -301,6 +302,34 @@ def test_only_a_mode_that_reports_packets_can_say_that_there_was_none(
         "mode nftables reports no packets" if silent else "hybrid-proxy dropped or rejected no packet"
     )
     assert silent or "(firewalls, routes, sockets), `hybrid-proxy trace --drops` shows" in said
+
+
+@pytest.mark.parametrize(
+    ("mode", "counters", "shown", "said"),
+    [("nftables", {"refused": 3, "masqueraded": 9, "invalid": 1, "discarded": 0},
+      ["REJECTED      3  no ready endpoints",
+       "DROPPED       1  a segment of a known connection that conntrack takes for invalid"], ""),
+     ("nftables", {"refused": 0}, [], "mode nftables has counted no packet that it dropped or rejected"),
+     ("userspace", {"silent_backends": 2, "retries": 2}, ["FAILED       2  a backend did not answer a SYN"], "")],
+)  # fmt: skip
+def test_a_mode_that_reports_no_packets_has_its_counts_in_the_words_of_mode_ebpf(
+    mode: str, counters: dict[str, int], shown: list[str], said: str, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    def ask(_: str, request: Any, *__: Any) -> Any:
+        if not isinstance(request, GetStatus):
+            raise ControllerError("these commands measure the kernel")
+        return SimpleNamespace(status=SimpleNamespace(dataplane=SimpleNamespace(mode=mode, counters=counters)))
+
+    monkeypatch.setattr("hybrid_proxy.controller.commands.watch.ask", ask)
+    args = dict.fromkeys(("service", "namespace", "since")) | {"admin_socket": "", "limit": 9, "output": "text"}
+    assert watch.DROPS.run(argparse.Namespace(**args, command="drops", follow=False)) == 0
+    out, err = capsys.readouterr()
+    assert [line.split() for line in out.splitlines()[1:]] == [line.split() for line in shown]
+    assert err.splitlines() == [*[said] * bool(said), "these commands measure the kernel"]
+    for other in ({"service": "a/b"}, {"since": "5m"}, {"output": "json"}):
+        with pytest.raises(ControllerError, match="these commands"):
+            watch.DROPS.run(argparse.Namespace(**(args | other), command="drops", follow=False))
 
 
 @pytest.mark.parametrize("text", ["5", "yesterday", "-5m", "0", ""])

@@ -177,6 +177,12 @@ def test_a_service_whose_backends_fail_is_one_block_with_one_arrow() -> None:
     ]
 
 
+def test_the_family_of_which_alone_all_backends_fail_is_in_the_first_line() -> None:
+    plane = dataplane(failing=["a/b:c", "a/d:e"], failing_in={"a/b:c": 6})
+    first = text(agent_status(dataplane=plane), 160).splitlines()[0]
+    assert first == "DEGRADED: all backends of a/b:c (IPv6), a/d:e fail"
+
+
 def test_what_was_repaired_stands_below() -> None:
     repairs = [ChangeRow(first=NOW, last=NOW, kind="repair", what="veth1 is detached")]
     shown = text(agent_status(repairs=repairs)).splitlines()

@@ -160,7 +160,7 @@ def _how_to_use(lab: Lab, agent: Agent) -> str:
         "  what the agent has programmed:",
         f"    {run} node -- hybrid-proxy status",
         f"    {run} node -- hybrid-proxy services",
-        f"    {run} node -- hybrid-proxy flows",
+        f"    {run} node -- hybrid-proxy backends",
         "  or in a shell on the node:",
         f"    hybrid-proxy lab shell{named} node",
         "  add or remove endpoints, and ask again:",

@@ -73,12 +73,12 @@ def of_services(
         for text in row.frontends:
             for place in _frontend(text, row.protocol, node):
                 places.setdefault(place, names.index(name))
-    served = {place_of(row.address, row.protocol): row.service for row in backends if row.service in names}
     if to is not None and to not in places:
         return Targets((place_text(to.address, to.port),), {to: 0}, {to: 0})
     if to is not None:
         names, places = [names[places[to]]], {to: 0}
-    return Targets(tuple(names), places, {at: names.index(name) for at, name in served.items() if name in names})
+    served = {place_of(row.address, row.protocol): row.service for row in backends if row.service in names}
+    return Targets(tuple(names), places, {at: names.index(name or "?") for at, name in served.items()})
 
 
 def _frontend(text: str, protocol: str, node: Sequence[str]) -> Iterable[Place]:

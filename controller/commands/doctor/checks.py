@@ -11,6 +11,7 @@ from typing import Final
 
 import msgspec
 
+from hybrid_proxy.controller.commands import troubles as t
 from hybrid_proxy.controller.commands.doctor.facts import (
     ANSWERED,
     CAUSES,
@@ -30,23 +31,6 @@ from hybrid_proxy.controller.commands.doctor.facts import (
     Tried,
 )
 from hybrid_proxy.controller.commands.names import Asked, NotServed, UnknownName, checked, no_port
-from hybrid_proxy.controller.commands.troubles import (
-    EMPTY,
-    READ_LOG,
-    SEE_FAILURES,
-    SHOW_ADDRESS,
-    fill_trouble,
-    forwarding_off,
-    forwarding_trouble,
-    nat_trouble,
-    no_nat,
-    other_proxies,
-    raise_it,
-    so_far,
-    take_off,
-    troubles,
-    uplink_down,
-)
 from hybrid_proxy.controller.semantics.entries import NO_ENDPOINTS, NO_PORT
 from hybrid_proxy.controller.semantics.explain import left_text
 from hybrid_proxy.controller.semantics.history import FLAPS, FOLD_SECONDS, ChangeRow, last_known
@@ -88,7 +72,7 @@ FLAPPING_SECONDS: Final = 600.0  # after which the end of it is believed
 AT_ONCE: Final = ("backend-closes", "backend-unreachable")  # one attempt shows it for sure
 LOOK_INSIDE: Final = "look at the pod's log; a proxy in the pod may have no server behind it"
 SLOW_SECONDS, SLOW_TIMES = 0.5, 10.0  # of an answer: at least, and as often as the others
-AGAIN: Final = f"ask again in a second, then {READ_LOG}"
+AGAIN: Final = f"ask again in a second, then {t.READ_LOG}"
 ITS_CLIENTS: Final = "a problem of its clients, not of this node"
 AS_ROOT: Final = "run as root, on the node itself"
 
@@ -161,7 +145,7 @@ def _verdict(target: str, problems: list[Finding], warnings: list[Finding], trie
 
 def node_findings(facts: NodeFacts) -> Iterator[Finding]:
     """Every check of the node, whatever its result."""
-    for down in map(uplink_down, sorted({*facts.cut}.difference(facts.agent.cut if facts.agent else ()))):
+    for down in map(t.uplink_down, sorted({*facts.cut}.difference(facts.agent.cut if facts.agent else ()))):
         yield Finding(down.mark, down.subject, down.details[0], down.todo, down.cause)
     agent = facts.agent
     if agent is None:
@@ -172,13 +156,13 @@ def node_findings(facts: NodeFacts) -> Iterator[Finding]:
     none = Finding("ok", "other proxies", "there is none")
     if facts.denied:
         none = Finding("unknown", "other proxies", "permission denied", AS_ROOT)
-    found = [(one, text) for one in other_proxies(facts.other_proxies, agent) for text in one.details]
+    found = [(one, text) for one in t.other_proxies(facts.other_proxies, agent) for text in one.details]
     yield from [Finding(one.mark, one.subject, text, one.todo, one.cause) for one, text in found] or [none]
     for family, on in facts.forwarding.items():
-        off, well = forwarding_trouble(family), Finding("ok", "forwarding", f"{FORWARDING[family]} is on")
+        off, well = t.forwarding_trouble(family), Finding("ok", "forwarding", f"{FORWARDING[family]} is on")
         yield well if on else Finding(off.mark, off.subject, off.said[0], off.todo, off.cause, family=family)
     if facts.stopped and facts.forwarding.get(4):
-        yield Finding("problem", "links", *forwarding_off(facts.stopped), "endpoint-route")
+        yield Finding("problem", "links", *t.forwarding_off(facts.stopped), "endpoint-route")
     yield from _misplaced(facts.misplaced)
     misled = _misled(facts)
     for address, (why, todo) in misled.items():
@@ -196,7 +180,7 @@ def node_findings(facts: NodeFacts) -> Iterator[Finding]:
         bad: Mark = "problem" if lost_on_the_way(facts.tried) else "warning"
         mark: Mark = "unknown" if rule.packets is None else bad if rule.packets else "ok"
         what = "what no rule of it accepts" if policy else "packets"
-        text = f"FORWARD {_does(rule)} {what}: {rule}; {so_far(rule)}{f', {now} just now' * bool(now)}"
+        text = f"FORWARD {_does(rule)} {what}: {rule}; {t.so_far(rule)}{f', {now} just now' * bool(now)}"
         yield Finding(mark, "firewall", text, todo, "firewall" if mark == bad else "")
     yield from (_small_link(link) for link in facts.links if 0 < link.mtu < link.sends)
     largest = max((link.sends for link in facts.links), default=0)
@@ -211,7 +195,7 @@ def node_findings(facts: NodeFacts) -> Iterator[Finding]:
     yield from (Finding("ok", "other programs", text) for text in facts.beside)
     if agent is None:
         yield Finding("unknown", "backends", "the agent alone knows which are ejected")
-    elif blind := sorted(_serving(facts) - SEE_FAILURES):
+    elif blind := sorted(_serving(facts) - t.SEE_FAILURES):
         text = f"mode {' and '.join(blind)} does not see whether connections to backends fail"
         yield Finding("unknown", "backends", text, "`hybrid-proxy doctor -n NAMESPACE` tries one to each")
     yield _empty(facts)
@@ -226,7 +210,7 @@ def _without_agent(facts: NodeFacts) -> Finding:
     what = f"{ports} as last programmed, and changes are not followed" if ports else "nothing is programmed here"
     if facts.unread:
         what = f"what is programmed cannot be read: {facts.unread}"
-    text, todo = f"no agent runs: {what}", f"{facts.again or f'start it, and {READ_LOG}'} ({facts.no_agent})"
+    text, todo = f"no agent runs: {what}", f"{facts.again or f'start it, and {t.READ_LOG}'} ({facts.no_agent})"
     if facts.refused:
         text, todo = f"no agent runs: {facts.refused}; {what}", facts.again
     if facts.starting:
@@ -237,7 +221,7 @@ def _without_agent(facts: NodeFacts) -> Finding:
     elif facts.hung:
         text, todo = f"{facts.hung[0]}: {what}", facts.hung[1]
     elif facts.unasked:
-        text, todo = f"the agent cannot be asked: {facts.no_agent}", f"{AS_ROOT}; else {READ_LOG}"
+        text, todo = f"the agent cannot be asked: {facts.no_agent}", f"{AS_ROOT}; else {t.READ_LOG}"
     return Finding("problem", "agent", text, todo, "no-agent")
 
 
@@ -249,7 +233,7 @@ def _agent_findings(agent: AgentStatus, facts: NodeFacts) -> Iterator[Finding]:
     names = [(each, (each.port, f"{each.target} of {each.port}", family)) for each, family in families]
     bad = {name for each, those in names if each.outcome not in ANSWERED for name in those}
     answered = {name for _, those in names for name in those} - bad
-    found = [each for each in troubles(agent, serves=serves, answered=answered) if each.cause not in looked_at]
+    found = [each for each in t.troubles(agent, serves=serves, answered=answered) if each.cause not in looked_at]
     drains = "".join(f"; mode {left.mode} drains, {left.text}" for left in agent.draining)
     without = f", but for {several(len(facts.unprogrammed), 'service port')}" * bool(facts.unprogrammed)
     well = {
@@ -261,7 +245,7 @@ def _agent_findings(agent: AgentStatus, facts: NodeFacts) -> Iterator[Finding]:
     if agent.starting:
         serving = " and ".join(mode for mode, count in facts.programmed.items() if count)
         well = {"mode": f"{serving or 'none'} serves{AS_LEFT}", "source": agent.source.description}
-    if _serving(facts) <= SEE_FAILURES:
+    if _serving(facts) <= t.SEE_FAILURES:
         well["backends"] = "none is ejected"
     for subject, text in well.items():
         if subject not in {each.subject for each in found}:
@@ -274,8 +258,8 @@ def _agent_findings(agent: AgentStatus, facts: NodeFacts) -> Iterator[Finding]:
 
 def _left(text: str, facts: NodeFacts) -> tuple[str, str]:
     """Words about a ClusterIP that is on this node, which begin with it, and how to take it off."""
-    command = take_off(text.partition(",")[0], facts.held)
-    todo = f"`{command}`, unless something shall listen there (`ss -ltun`)" if command else SHOW_ADDRESS
+    command = t.take_off(text.partition(",")[0], facts.held)
+    todo = f"`{command}`, unless something shall listen there (`ss -ltun`)" if command else t.SHOW_ADDRESS
     return text.replace("an interface", command.split()[-1] if command else "an interface"), todo
 
 
@@ -305,10 +289,10 @@ def _away(node: NodeFacts, facts: ServiceFacts | None = None) -> Iterator[Findin
             one = msgspec.structs.replace(one, rule=msgspec.structs.replace(own, packets=packets))  # noqa: PLW2901
         rows.setdefault((one.service, one.address), []).append(one)
     for those in rows.values():  # the node's own packets pass another chain than those of pods
-        judged = (nat_trouble(one, _serving(node)) for one in those)
+        judged = (t.nat_trouble(one, _serving(node)) for one in those)
         found, *more = sorted(judged, key=lambda each: WORST_FIRST.index(each.mark))
         text = "; and ".join((found.details[0], *(each.details[0].partition(" elsewhere, ")[2] for each in more)))
-        todo = no_nat(*(one.rule for one in those))
+        todo = t.no_nat(*(one.rule for one in those))
         yield Finding(found.mark, found.subject, text, todo, "" if found.mark == "ok" else found.cause)
 
 
@@ -333,7 +317,7 @@ def _conntrack(row: Fill, largest: str, lost: dict[str, tuple[int, int]]) -> Fin
     rows = [(what, *lost[name]) for name, what in LOSSES.items() if any(lost.get(name, ()))]
     losses = ", ".join(f"{what}: {total} ({now} just now)" for what, total, now in rows)
     more = f"; since the boot {losses}" * bool(rows)
-    for each in fill_trouble("conntrack", "conntrack-full", "conntrack", row, todo):
+    for each in t.fill_trouble("conntrack", "conntrack-full", "conntrack", row, todo):
         user = f"; {largest}" if largest else ""
         return Finding(each.mark, each.subject, f"{each.details[0]}{user}{more}", todo, each.cause)
     text = f"{row.used} of {row.limit} entries are used{more}"
@@ -350,7 +334,7 @@ def _serving(facts: NodeFacts) -> set[str]:
 def _flapping(changes: Sequence[ChangeRow], now: float) -> Iterator[Finding]:
     """A line for each Service whose endpoints flap."""
     for row in changes:
-        if row.flapping and now - row.last < FLAPPING_SECONDS:
+        if row.flapping and row.kind == "endpoints" and now - row.last < FLAPPING_SECONDS:
             over = now - row.last > FOLD_SECONDS  # another change would begin another row
             flap = msgspec.structs.replace(row, ready={e: n for e, n in row.ready.items() if n >= FLAPS}, outdated=())
             text = (
@@ -371,7 +355,7 @@ def _empty(facts: NodeFacts) -> Finding:
     text = f"{several(len(empty), 'service port')} without a backend: {some(empty)}"
     first = empty[0].partition(":")[0]  # what changed last is why somebody asks
     asked = first if first in last or len(empty) == 1 else f"-n {first.partition('/')[0]}"
-    return Finding(EMPTY, "endpoints", text, f"{ITS_CLIENTS}: `hybrid-proxy doctor {asked}`", "empty-services")
+    return Finding(t.EMPTY, "endpoints", text, f"{ITS_CLIENTS}: `hybrid-proxy doctor {asked}`", "empty-services")
 
 
 def _recent_drops(facts: NodeFacts) -> Finding:
@@ -461,7 +445,7 @@ def in_short(facts: ServiceFacts, node: NodeFacts) -> Finding:
     # Without "(and 1 other problem)": the verdict on all services counts them.
     worst = _ordered(findings, "warning" if found.well else "problem")[0]
     empty = {f.cause for f in findings if f.mark == "problem"} == {"no-endpoint"}
-    mark, todo = (EMPTY, f"{ITS_CLIENTS}: {worst.todo}") if empty else (worst.mark, worst.todo)
+    mark, todo = (t.EMPTY, f"{ITS_CLIENTS}: {worst.todo}") if empty else (worst.mark, worst.todo)
     head = f"{facts.asked}: "
     text = found.verdict if found.verdict.startswith(f"{facts.asked} is well") else head + worst.text.removeprefix(head)
     return Finding(mark, "service", text, todo, found.cause, found.certain)
@@ -768,7 +752,7 @@ def _kernel(facts: ServiceFacts, node: NodeFacts) -> Iterator[Finding]:
     names = {port.name for port in facts.ports}
     missed = [one for one in node.agent.dataplane.unprogrammed if one.entry in names] if node.agent else []
     for each in unserved(missed):
-        yield Finding("problem", "kernel", f"not programmed: {each}", raise_it([each]), "not-programmed")
+        yield Finding("problem", "kernel", f"not programmed: {each}", t.raise_it([each]), "not-programmed")
     if node.agent is not None and not missed and any(map(_ends, facts.ports)):
         yield _programmed(facts, {(row.service, row.address) for row in node.ejections})
     failed = {row.address: row.history.text(node.now) for row in facts.backends if row.history is not None}
@@ -786,7 +770,7 @@ def _kernel(facts: ServiceFacts, node: NodeFacts) -> Iterator[Finding]:
         steps = facts.live.reason or " ".join(step.text for step in facts.live.steps[-2:])
         if wanted is not None and wanted != facts.live.verdict:
             text = f"the loaded programs say {facts.live.verdict}, the table says {wanted}: {steps}"
-            yield Finding("problem", "explain --live", text, f"{READ_LOG}; report it", "kernel-differs")
+            yield Finding("problem", "explain --live", text, f"{t.READ_LOG}; report it", "kernel-differs")
         elif facts.stranger and facts.live.verdict == "drop" and all(each.verdict != "drop" for each in facts.verdicts):
             text = f"a packet from {facts.stranger} is dropped: {steps}"
             to = facts.asked.partition(" -> ")[2] or facts.ports[0].name
@@ -1127,7 +1111,7 @@ def _blamed(
         rules = twins or rules  # the node's own packets pass another chain than those of pods
         text += f"{seen}; on their way {_verb(rules, 'is', 'are')} {some(list(map(str, rules)), '; ')}"
         todo = f"it has no counter: {_count_it(rule)}, then ask doctor again, which names the rule that counts"
-        todo = no_nat(*rules) if rule.away else _accept(rule) if rule.detour else todo
+        todo = t.no_nat(*rules) if rule.away else _accept(rule) if rule.detour else todo
     own = rule.pod and {each.source for each in failed} <= {*rule.pod}
     cause: Cause = "foreign-nat" if rule.away else "client-pod" if own else "firewall"
     hits = 1 if own else len({each.end for each in failed if each.via == "backend"})
@@ -1310,7 +1294,7 @@ def _sticky(failed: Tried, facts: ServiceFacts, node: NodeFacts) -> str:
     """Which clients session affinity keeps with backends that fail like this one: none where they are led elsewhere."""
     seconds = next((port.affinity_seconds for port in facts.ports if port.name == failed.port), 0)
     alike = (one for one in facts.tried if (one.via, one.port, one.outcome) == ("service", failed.port, failed.outcome))
-    clients = some(sorted({one.source for one in alike})) or "its clients" * SEE_FAILURES.isdisjoint(node.programmed)
+    clients = some(sorted({one.source for one in alike})) or "its clients" * t.SEE_FAILURES.isdisjoint(node.programmed)
     return f"; session affinity keeps {clients} there until idle for {seconds} s" if seconds and clients else ""
 
 
@@ -1365,7 +1349,7 @@ def _does(rule: Rule) -> str:
 
 def _accept(rule: Rule, clients: str = "the pods' traffic") -> str:
     if rule.away:
-        return no_nat(rule)
+        return t.no_nat(rule)
     if rule.detour:
         return f"`{rule.enter}{rule.detour.delete}`" + f", or {rule.delete} removes the mark" * bool(rule.delete)
     own = {"input", "output"}.issuperset(rule.hooks)  # packets of pods do not pass there

@@ -138,7 +138,8 @@ class Report(msgspec.Struct, frozen=True, tag=True):
 
     `agent` is the process id of the relay's agent (0: none). `files` are the descriptors in use and their limit.
     `trouble` says what the relay lacks; empty: nothing. `failing` are service ports of which the last connection to
-    each backend failed lately; `failing_backends` are those of other service ports, and how often in a row they failed.
+    each backend failed lately, `failing_in` the family where that is so in one alone; `failing_backends` are those of
+    other service ports, and how often in a row they failed.
     """
 
     pid: int
@@ -151,6 +152,7 @@ class Report(msgspec.Struct, frozen=True, tag=True):
     trouble: str
     counters: dict[str, int]
     failing: tuple[str, ...] = ()
+    failing_in: dict[str, int] = {}
     failing_backends: tuple[tuple[str, Pair, int], ...] = ()
 
 

@@ -315,6 +315,7 @@ class Userspace(NetfilterMode):
             warnings=self.warnings() + [trouble] * bool(trouble),
             counters=report.counters if report else {},
             failing=sorted(report.failing) if report else [],
+            failing_in=report.failing_in if report else {},
             failing_backends=[
                 Ejection(name, socket_text(*pair), False, None, f"{count} connections in a row failed")
                 for name, pair, count in (report.failing_backends if report else ())

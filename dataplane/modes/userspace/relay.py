@@ -165,7 +165,9 @@ class Relay:
         """Returns counters and limits."""
         state, now = self.state, time.time()
         found = [(service.row, bad) for service in self.services.values() if (bad := service.failing(now))]
-        failing = {row.name for row, bad in found if all(pair in bad for route in row.routes for pair in route)}
+        out = [row for row, bad in found if all(pair in bad for route in row.routes for pair in route)]
+        failing = {row.name: row.family for row in out}
+        well = {s.row.name for s in self.services.values() if any(s.row.routes) and s.row not in out}
         return m.Report(
             pid=os.getpid(),
             agent=self.agent_pid,
@@ -177,6 +179,7 @@ class Relay:
             trouble=state.trouble,
             counters=dict(state.counters),
             failing=tuple(failing),
+            failing_in={name: family for name, family in failing.items() if name in well},
             failing_backends=tuple(
                 (row.name, pair, count)
                 for row, bad in found if row.name not in failing

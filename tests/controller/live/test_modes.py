@@ -376,10 +376,15 @@ class TestAgent:
             until(lambda: agent.status().other_proxies, "the other proxy in the status")
             (message,) = agent.status().other_proxies
             assert message.startswith("kube-proxy left its table ip kube-proxy here, and its rules send clients")
-            assert f"other proxy: {message}" in agent.tail()
+            until(lambda: f"other proxy: {message}" in agent.tail(), "the log")
             assert f"OTHER PROXY: {message}" in agent.command("status", "--admin-socket", str(agent.socket)).stdout
             until(lambda: api.events("OtherProxyFound"), "the event")
             assert api.events("OtherProxyFound")[0]["note"] == message
+            with lab.inside("node"):
+                subprocess.run(["nft", "delete table ip kube-proxy"], check=True)
+            told = [f"other proxy: {message}", f"other proxy is gone: {message}"]
+            path = changes_path(str(agent.socket))
+            until(lambda: [row.what for row in read_changes(path) if row.what.endswith(message)] == told, "the rows")
         finally:
             lab.run("node", ["nft", "delete table ip kube-proxy"])
 

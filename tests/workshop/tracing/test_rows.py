@@ -224,6 +224,14 @@ def test_one_destination() -> None:
     named = of_services(ROWS, BACKENDS, [], to=Place(mapped("10.96.0.10"), 80, 6))
     assert (named.names, list(named.places.values())) == (("default/web:http",), [0])
     assert of_services(ROWS, BACKENDS, [], to=Place(mapped("10.0.0.1"), 80, 6)).names == ("10.0.0.1:80",)
+    twin = ServiceRow(name="default/twin:http", protocol="TCP", frontends=["10.96.0.11:80"], backends=1)
+    shared = [
+        *BACKENDS,
+        BackendRow(service="default/twin:http", address="[fd77:1::11]:8080", protocol="TCP", used=True),
+    ]
+    for address, name in (("10.96.0.10", "default/web:http"), ("10.96.0.11", "default/twin:http")):
+        found = of_services([*ROWS, twin], shared, [], to=Place(mapped(address), 80, 6))
+        assert (found.names, list(found.backends.values())) == ((name,), [0]), "a backend of two services"
     to = Place(mapped("fd77:1::11"), 8080, 6)
     backend = of_services(ROWS, BACKENDS, [], to=to)
     assert backend.names == ("[fd77:1::11]:8080",)

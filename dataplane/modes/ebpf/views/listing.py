@@ -160,16 +160,20 @@ def _chosen(
     return table, ejected, chosen, failures, known
 
 
-def failing_ports(maps: Maps, names_of: Callable[[], Names]) -> tuple[list[str], list[reports.Ejection]]:
-    """Returns the service ports whose backends all fail, and the other backends that failed twice in a row, lately."""
+def failing_ports(maps: Maps, names_of: Callable[[], Names]) -> tuple[dict[str, int], list[reports.Ejection]]:
+    """Returns service ports whose backends all fail, with the family if in one alone; others that failed twice."""
     table, ejected, chosen, failures, known = _chosen(maps)
     if not (failures.any() or ejected.any()):
-        return [], []
+        return {}, []
     names, now = names_of(), time.time()
-    bad, good = (table["service"][those] for those in (ejected | (failures > 0), chosen & (failures == 0)))
-    all_fail = {names[number] for number in np.setdiff1d(bad, good).tolist() if number in names}
+    failed = ejected | (failures > 0)
+    bad, good = (table["service"][those] for those in (failed, chosen & (failures == 0)))
+    well = {names.get(number) for number in np.unique(good).tolist()}
+    families = dict(zip(bad.tolist(), (table["kind"][failed] & 0xFF).tolist(), strict=True))
+    out = [number for number in np.setdiff1d(bad, good).tolist() if number in names]
+    all_fail = {names[number]: families[number] if names[number] in well else 0 for number in out}
     few = [(number, names.get(int(table["service"][number]))) for number in np.flatnonzero(failures > 1).tolist()]
-    return sorted(all_fail), [
+    return all_fail, [
         reports.Ejection(name, _address(table[number]), False, None, f"{failures[number]} connections in a row failed"
                  + (f" ({known[number].text(now)})" if number in known else ""))
         for number, name in few if name is not None and name not in all_fail

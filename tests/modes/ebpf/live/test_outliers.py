@@ -383,7 +383,9 @@ def test_backends_that_failed_lately_are_told(store: Store, ago: float, told: bo
         maps["failures"].update(np.uint32(key).tobytes(), row.tobytes())
     names = dict(zip(store.backends["service"][failed].tolist(), ("web", "lone"), strict=True))
     every, few = listing.failing_ports(maps, lambda: names)
-    assert every == ["lone"] * told
+    assert every == ({"lone": 0} if told else {})
+    twins = dict.fromkeys(names, "web")  # one Service in two families
+    assert listing.failing_ports(maps, lambda: twins)[0] == ({"web": 6} if told else {})
     address, port = subject(web, 1)[1]
     wanted = ("web", f"{address}:{port}", False)
     assert [(row.service, row.address, row.ejected) for row in few] == [wanted] * told

@@ -15,6 +15,7 @@ from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 
+import msgspec
 import pytest
 
 from hybrid_proxy.dataplane import reports
@@ -86,6 +87,11 @@ def test_backends_that_fail_are_reported_and_service_ports_where_all_do(
             client.recv(1)
     eventually(lambda: relay.relay.status().failing == ("all",), "not reported")
     assert relay.relay.status().failing_backends == (("some", deaf, 2),)
+    assert relay.relay.status().failing_in == {}
+    some = relay.relay.services["some"]
+    some.row = msgspec.structs.replace(some.row, name="all", family=6)
+    assert relay.relay.status().failing_in == {"all": 4}, "the other family has a backend that answers"
+    some.row = msgspec.structs.replace(some.row, name="some", family=4)
     with monkeypatch.context() as changed:
         changed.setattr(reports, "LATELY_SECONDS", -1.0)
         assert relay.relay.status().failing == (), "perhaps no client comes any more"
