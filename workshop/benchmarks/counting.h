@@ -75,6 +75,8 @@ INLINE void tally(enum tally what) {
 #define bpf_ringbuf_submit(...)                                                \
   TALLY(TALLY_HELPER, bpf_ringbuf_submit(__VA_ARGS__))
 #define bpf_sk_fullsock(...) TALLY(TALLY_HELPER, bpf_sk_fullsock(__VA_ARGS__))
+#define bpf_sk_lookup_udp(...)                                                 \
+  TALLY(TALLY_HELPER, bpf_sk_lookup_udp(__VA_ARGS__))
 #define bpf_sk_release(...) TALLY(TALLY_HELPER, bpf_sk_release(__VA_ARGS__))
 #define bpf_sk_storage_get(...)                                                \
   TALLY(TALLY_HELPER, bpf_sk_storage_get(__VA_ARGS__))
