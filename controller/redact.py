@@ -73,7 +73,8 @@ def hold(*values: str) -> None:
     if not known:
         for form in list(_order)[:-_MOST]:
             _order.pop(form, None)
-        _held = [(form, re.compile(_pattern(form))) for form in sorted(_order, key=len, reverse=True)]
+        words = {form: re.escape(form) if len(form) >= _LONG else rf"(?<!\w){re.escape(form)}(?!\w)" for form in _order}
+        _held = [(form, re.compile(words[form])) for form in sorted(_order, key=len, reverse=True)]
 
 
 def redact(text: str) -> str:
@@ -86,10 +87,6 @@ def redact(text: str) -> str:
         if sign.search(small):
             text = form.sub(instead, text)
     return text
-
-
-def _pattern(form: str) -> str:
-    return re.escape(form) if len(form) >= _LONG else rf"(?<!\w){re.escape(form)}(?!\w)"
 
 
 def _forms(value: str) -> Iterator[str]:

@@ -29,8 +29,9 @@ def printable_json(text: str) -> str:
 def _with(text: str, escape: Callable[[str], str]) -> str:
     if text.isascii() and text.isprintable():
         return text
-    return "".join([char if _shows(char) else escape(char) for char in text])
-
-
-def _shows(char: str) -> bool:
-    return char.isprintable() and char not in _BLANK and category(char) not in ("Mn", "Me")
+    return "".join(
+        [
+            char if char.isprintable() and char not in _BLANK and category(char) not in ("Mn", "Me") else escape(char)
+            for char in text
+        ]
+    )

@@ -17,7 +17,7 @@ import socket
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Final
 
@@ -65,9 +65,12 @@ class Localhost:
         """Serves the node ports of a table instead of those of the previous one."""
         names, changed = changed_services(self._table, table), set[Port]()
         for one, sign in ((self._table, -1), (table, 1)):
-            for port in _node_ports(one, names):
-                self._ports[port] += sign
-                changed.add(port)
+            for entry in one.entries(names):
+                if entry.protocol in PORT_WORDS:
+                    ports = {(entry.protocol, each.port) for each in entry.frontends if each.address is None}
+                    changed |= ports
+                    for port in ports:
+                        self._ports[port] += sign
         former, self._table = self._table.node, table
         if not table.node.loopback:
             self.reason = ""
@@ -164,14 +167,6 @@ class Localhost:
         if self._programs is not None:
             self._programs.close()
         self._links, self._repairs, self._maps, self._programs = [], None, {}, None
-
-
-def _node_ports(table: ServiceTable, names: Iterable[str]) -> Iterator[Port]:
-    for entry in table.entries(names):
-        if entry.protocol in PORT_WORDS:
-            for frontend in entry.frontends:
-                if frontend.address is None:
-                    yield entry.protocol, frontend.port
 
 
 def _can_bind(address: str) -> bool:

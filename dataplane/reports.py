@@ -60,7 +60,6 @@ class FailureHistory(msgspec.Struct, frozen=True):
 
     @property
     def last_kind(self) -> str:
-        """The kind of the last failure."""
         return "refused" if (self.last_refused or 0.0) >= (self.last_unanswered or 0.0) else "not answered"
 
     def is_over(self, now: float) -> bool:

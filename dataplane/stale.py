@@ -72,12 +72,11 @@ class Judge:
         serving = self._serving.get(id(entry))
         if serving is None:
             serving = self._serving[id(entry)] = frozenset((b.address, b.port) for b in entry.serving)
-        return answerer not in serving and not self._is_relay(answerer)
-
-    def _is_relay(self, answerer: Socket) -> bool:
+        if answerer in serving:
+            return False
         if self._relays is None:
             self._relays = self._find_relays()
-        return answerer in self._relays
+        return answerer not in self._relays
 
 
 def new_places(before: ServiceTable, after: ServiceTable, names: Collection[str]) -> set[Place]:

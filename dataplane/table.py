@@ -151,7 +151,6 @@ class PodMatch(msgspec.Struct, frozen=True):
     by_name_prefix: bool = False
 
     def prefix(self, family: int) -> str | None:
-        """Returns the prefix of a family."""
         for prefix in self.prefixes:
             if family_of(prefix) == family:
                 return prefix

@@ -185,7 +185,11 @@ class Answers:
                     what = f"health checks {'fail: load balancers send elsewhere' if on else 'succeed again'}"
                     self.history.record("node", what, "`hybrid-proxy drain`")
                 self.health.leaving = on
-                return p.DrainAnswer(_outer_addresses(self.syncer.builder.table))
+                table = self.syncer.builder.table
+                outer = (
+                    each for entry in table.entries() for each in entry.frontends if each.kind is not Kind.CLUSTER_IP
+                )
+                return p.DrainAnswer(sorted({*table.node.addresses, *(each.address for each in outer if each.address)}))
 
     def _explained(self, programmer: Programmer, packet: ProbePacket) -> ExplainAnswer:
         """Returns what the loaded programs say, and of an address of a Service what they do not know of it."""
@@ -345,12 +349,6 @@ def misplaced(table: ServiceTable, endpoints: Mapping[str, Sequence[Endpoint]]) 
         clusters = {each.address or "" for each in entry.frontends if each.kind is Kind.CLUSTER_IP}
         found |= dict.fromkeys(clusters & whose.keys(), f"the ClusterIP of {entry.name.partition(':')[0]}")
     return {end: f"an endpoint of {whose[end]} and {what}" for end, what in sorted(found.items())}
-
-
-def _outer_addresses(table: ServiceTable) -> list[str]:
-    """Returns the addresses at which external clients reach Services: of this node, external and load-balancer IPs."""
-    outer = (each for entry in table.entries() for each in entry.frontends if each.kind is not Kind.CLUSTER_IP)
-    return sorted({*table.node.addresses, *filter(None, (each.address for each in outer))})
 
 
 def _latency(seconds: Sequence[float]) -> p.ChangeLatency:

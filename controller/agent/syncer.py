@@ -159,7 +159,8 @@ class Syncer:
                 changes = (*superseded, event)
             times = [change.received for change in changes if change.received]
             self._received += times[: MAX_PENDING - len(self._received)]
-            self._health.queued(self._clock(), _family_of(event))
+            obj = event.object if isinstance(event, Upserted) else None
+            self._health.queued(self._clock(), obj.family if isinstance(obj, EndpointSlice) else None)
             self._on(Input.CHANGED)
         if self.state is State.LISTING and not self.cluster.awaited:
             self._on(Input.LISTED)
@@ -340,8 +341,3 @@ class _SyncLog:
 def _empty(services: Iterable[Iterable[Entry] | None]) -> set[str]:
     """Service ports without a backend, whoever the client is."""
     return {lack.service for entries in services for lack in lacks(entries or ()) if lack.clients == "all"}
-
-
-def _family_of(event: Event) -> int | None:
-    """The address family that a change is about, None: both."""
-    return event.object.family if isinstance(event, Upserted) and isinstance(event.object, EndpointSlice) else None

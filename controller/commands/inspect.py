@@ -122,17 +122,13 @@ def _flows(here: Programmed, args: argparse.Namespace) -> _Found:
         notes.append(f"{closed} of these {'is' if closed == 1 else 'are'} closed, and listed last until forgotten")
     rows = rows[: args.limit]
     here.note_gone(rows)
-    _name_relay(here, rows)
-    return _Found(rows, listings.flow_columns(rows), notes)
-
-
-def _name_relay(here: Programmed, rows: Sequence[FlowRow]) -> None:
-    """Say so where a flow leads to the relay of mode userspace, which served before and knew the backend alone."""
+    # The relay of mode userspace, which served before, alone knew the backend of a flow that leads to it.
     own = {"127.0.0.1", "::1", *read_node().addresses}
     at_node = [row for row in rows if row.backend and row.backend.rpartition(":")[0].strip("[]") in own]
     known = {row.address for row in here.backends()} if at_node else set()
     for row in at_node:
         row.backend = row.backend if row.backend in known else RELAY
+    return _Found(rows, listings.flow_columns(rows), notes)
 
 
 def _watch(args: argparse.Namespace, read: _Read) -> int:

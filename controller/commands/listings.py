@@ -61,7 +61,6 @@ def service_columns(rows: Sequence[ServiceRow], ejections: Iterable[Ejection] = 
 
 
 def backend_columns(rows: Sequence[BackendRow]) -> tuple[Column[BackendRow], ...]:
-    """Columns of backends."""
     return (
         *_of_modes(rows),
         Column("SERVICE", lambda row: row.service),
@@ -97,7 +96,6 @@ def flow_columns(rows: Sequence[FlowRow]) -> tuple[Column[FlowRow], ...]:
 
 
 def mode_columns() -> tuple[Column[ModeRow], ...]:
-    """Columns of modes."""
     return (
         Column("MODE", lambda row: row.mode),
         Column("STATE", lambda row: Cell(row.state, Tone.GOOD if row.runs else Tone.PLAIN if row.works else Tone.DIM)),

@@ -89,8 +89,13 @@ def checked(asked: Asked, known: Iterable[str | None]) -> Asked:
     service, colon, _ = asked.service.partition(":")
     if own := [name for name in ports if colon and name.startswith(f"{service}:")]:
         raise UnknownName("port", asked.service, own, no_port(asked.service, own))
-    alike = _similar(asked.service, ports if colon else {name.partition(":")[0] for name in ports})
-    raise UnknownName("service", asked.service, alike)
+    # Names like it, whatever their namespace: the same ones first, and first those of the namespace that was typed.
+    typed, among = _namespace(asked.service), ports if colon else {name.partition(":")[0] for name in ports}
+    names = sorted(among, key=lambda name: (_namespace(name) != typed, name))
+    bare, words = _bare(asked.service), sorted({_bare(name) for name in names})
+    alike = [bare, *closest(bare, words), *(word for word in words if bare in word)]
+    similar = dict.fromkeys(name for one in alike for name in names if _bare(name) == one)
+    raise UnknownName("service", asked.service, list(similar)[:MOST])
 
 
 def no_port(asked: str, ports: Iterable[str]) -> str:
@@ -102,14 +107,6 @@ def no_port(asked: str, ports: Iterable[str]) -> str:
 def closest(typed: str, known: Iterable[str]) -> list[str]:
     """Known words that look like the typed one, the most similar first."""
     return get_close_matches(typed, sorted(known), MOST)
-
-
-def _similar(typed: str, known: Iterable[str]) -> list[str]:
-    """Names like it, whatever their namespace: the same ones first, and first those of the namespace that was typed."""
-    names = sorted(known, key=lambda name: (_namespace(name) != _namespace(typed), name))
-    bare, words = _bare(typed), sorted({_bare(name) for name in names})
-    alike = [bare, *closest(bare, words), *(word for word in words if bare in word)]
-    return list(dict.fromkeys(name for one in alike for name in names if _bare(name) == one))[:MOST]
 
 
 def _namespace(port: str) -> str:

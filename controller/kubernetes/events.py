@@ -151,6 +151,9 @@ class Recorder:
         what = "/".join((occurrence.kind, occurrence.reason, occurrence.action, occurrence.note))
         ending = sha256(what.encode()).hexdigest()[:16] if occurrence.once else f"{self._last_name:x}"
         place = f"/apis/events.k8s.io/v1/namespaces/{namespace}/events"
+        note = printable(occurrence.note)
+        if len(encoded := note.encode()) >= NOTE_BYTES:
+            note = encoded[: NOTE_BYTES - 4].decode(errors="ignore") + "…"
         body = {
             "apiVersion": "events.k8s.io/v1",
             "kind": "Event",
@@ -161,7 +164,7 @@ class Recorder:
             "type": occurrence.kind,
             "reason": occurrence.reason,
             "action": occurrence.action,
-            "note": _shortened(printable(occurrence.note)),
+            "note": note,
             "regarding": {"apiVersion": "v1", "name": whose, **about},
         }
         return self._write(writer, place, body)
@@ -190,8 +193,3 @@ class Recorder:
                 return False
         log.warning("an event was dropped, the API server does not take it: %s", problem)
         return False
-
-
-def _shortened(note: str) -> str:
-    encoded = note.encode()
-    return note if len(encoded) < NOTE_BYTES else encoded[: NOTE_BYTES - 4].decode(errors="ignore") + "…"

@@ -566,7 +566,6 @@ def _walk(
 
 
 def _add_target(link: Path, is_manifest: bool, found: list[Path], linked: list[Path], wrong: dict[Path, str]) -> None:
-    """Adds the target of a link."""
     try:
         mode = link.stat().st_mode
     except FileNotFoundError:

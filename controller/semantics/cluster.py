@@ -164,7 +164,12 @@ class Cluster:
             case model.EndpointSlice():
                 return self._put_slice(obj)
             case model.Node():
-                return self._put_node(obj)
+                if obj.name != self._node_name:
+                    return False
+                self._complain("Node", obj.name, obj.complaints)
+                self._nodes[obj.name] = obj
+                old, self.node = self.node, _with_former_facts(obj, self.node)
+                return self.node != old
             case model.ServiceCIDR():
                 if self._cidrs.get(obj.name) == obj:
                     return False
@@ -206,14 +211,6 @@ class Cluster:
             self.complaints[kind, key] = model.Problem(kind, key, message, in_use=in_use)
         elif self.complaints:
             self.complaints.pop((kind, key), None)
-
-    def _put_node(self, node: model.Node) -> bool:
-        if node.name != self._node_name:
-            return False
-        self._complain("Node", node.name, node.complaints)
-        self._nodes[node.name] = node
-        old, self.node = self.node, _with_former_facts(node, self.node)
-        return self.node != old
 
     def _drop(self, kind: str, key: str) -> bool:
         self._complain(kind, key)
@@ -267,17 +264,13 @@ class Cluster:
         changed = False
         if self.held(event.kind) or self._problems:
             listed = {model.key_of(obj) for obj in event.objects if model.kind_of(obj) == event.kind}
-            changed = self._forget_all_but(event.kind, listed | event.kept)
+            stays = listed | event.kept
+            for gone in [key for kind, key in self._problems if kind == event.kind and key not in stays]:
+                del self._problems[event.kind, gone]
+            for gone in [key for key in self.held(event.kind) if key not in stays]:
+                changed |= self._drop(event.kind, gone)
         for obj in event.objects:
             changed |= self._put(obj)
-        return changed
-
-    def _forget_all_but(self, kind: str, stays: Collection[str]) -> bool:
-        for gone in [key for known, key in self._problems if known == kind and key not in stays]:
-            del self._problems[kind, gone]
-        changed = False
-        for key in [key for key in self.held(kind) if key not in stays]:
-            changed |= self._drop(kind, key)
         return changed
 
     def held(self, kind: str) -> Mapping[str, Any]:

@@ -213,11 +213,16 @@ def entries(
     for cluster_ip in service.cluster_ips:
         family = family_of(cluster_ip)
         mine = [s for s in slices if s.family == family]
-        plain = _all_plain(mine)
+        # True if every endpoint is simply ready: no readiness or hints to compare.
+        plain = not any(e.terminating or not e.ready or e.zone_hints or e.node_hints for s in mine for e in s.endpoints)
         weighs = bool(service.weights) or any(s.weight is not None for s in mine)
         vips = _Vips(service, cluster_ip, family, settings, network)
         place = _Place(settings.node_name, zone, vips.policy)
-        by_port = _by_port(mine)
+        # Joined by name and protocol once for all: with thousands of ports none compares itself with all others.
+        by_port: dict[tuple[str, Protocol], list[tuple[EndpointSlice, int]]] = {}
+        for one in mine:
+            for here in one.ports:
+                by_port.setdefault((here.name, here.protocol), []).append((one, here.port))
         for port in service.ports:
             joined = by_port.get((port.name, port.protocol), ())
             cluster, local, serving = _backend_sets(port, mine, joined, plain, place, known)
@@ -343,15 +348,6 @@ def _source_ranges(service: Service, family: int, network: NodeNetwork) -> tuple
 # One port: endpoints to backend sets
 
 
-def _all_plain(slices: Sequence[EndpointSlice]) -> bool:
-    """True if every endpoint is simply ready: no readiness or hints to compare."""
-    for one in slices:
-        for e in one.endpoints:
-            if e.terminating or not e.ready or e.zone_hints or e.node_hints:
-                return False
-    return True
-
-
 class _Place(msgspec.Struct, frozen=True):
     """This node, its zone, and the Local policies in force ("": none)."""
 
@@ -381,15 +377,6 @@ def _backend_sets(
 
 
 _Joined = Sequence[tuple[EndpointSlice, int]]  # the slices that have a service port's port, and its number there
-
-
-def _by_port(slices: Iterable[EndpointSlice]) -> dict[tuple[str, Protocol], list[tuple[EndpointSlice, int]]]:
-    """Joins ports by name and protocol, once for all: with thousands of ports none compares itself with all others."""
-    found: dict[tuple[str, Protocol], list[tuple[EndpointSlice, int]]] = {}
-    for one in slices:
-        for port in one.ports:
-            found.setdefault((port.name, port.protocol), []).append((one, port.port))
-    return found
 
 
 def _plain_backends(

@@ -112,7 +112,8 @@ class Attachment:
         `pins` has the inode of each pin in the directory by name.
         """
         what = self._damage(pins)
-        if what and self._has_target():
+        # Another interface may have the index of one that was removed.
+        if what and (interface_name(self._target) == self.where if self._cgroup is None else self._cgroup.is_dir()):
             yield f"{self._called} at {self.where} {what}"
 
     def _damage(self, pins: Mapping[str, int]) -> str:
@@ -126,10 +127,6 @@ class Attachment:
         if self._name not in pins:
             return "is not pinned"
         return "" if pins[self._name] == self._inode else "has something else pinned in its place"
-
-    def _has_target(self) -> bool:
-        """Another interface may have the index of one that was removed."""
-        return interface_name(self._target) == self.where if self._cgroup is None else self._cgroup.is_dir()
 
     def repair(self, pins: Mapping[str, int]) -> None:
         """Restores what `damage` reports; raises as `run`."""

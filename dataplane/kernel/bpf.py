@@ -428,24 +428,18 @@ class Object:
         before = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
         code = library().bpf_object__load(self.handle)
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
-        if code < 0:
-            check(code, f"loading {self.path.name}", self._last_words())
         said = {name: ffi.string(log).decode(errors="replace") for name, log in self._logs.items()}
+        if code < 0:
+            ends = ("\n".join(text.strip().splitlines()[-8:]) for text in said.values())
+            check(code, f"loading {self.path.name}", "\n".join(filter(None, ends)))
         self._logs.clear()
-        self._keep_descriptors()
-        return said
-
-    def _keep_descriptors(self) -> None:
-        """Close libbpf's copy of the object, some megabytes; loaded programs and maps live by their descriptors."""
+        # libbpf's copy of the object has some megabytes; loaded programs and maps live by their descriptors.
         programs = ((name, library().bpf_program__fd(handle)) for name, handle in self._programs.items())
         self._program_fds = {name: os.dup(fd) for name, fd in programs if fd >= 0}
         self._map_fds = {name: os.dup(library().bpf_map__fd(self.declared[name])) for name in self.map_names}
         library().bpf_object__close(self.handle)
         self.handle = ffi.NULL
-
-    def _last_words(self) -> str:
-        texts = (ffi.string(log).decode(errors="replace").strip() for log in self._logs.values())
-        return "\n".join("\n".join(text.splitlines()[-8:]) for text in texts if text)
+        return said
 
     def map(self, name: str) -> Map:
         """Returns a loaded map, with a descriptor of its own."""

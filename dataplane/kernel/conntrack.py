@@ -105,7 +105,14 @@ def delete_stale(judge: Judge, openings: Collection[Place] = ()) -> dict[int, in
     deleted = {4: 0, 6: 0}
     for family, wanted in packed.items():
         try:
-            chosen = list(_stale(family, wanted, judge)) if wanted else []
+            chosen = [
+                entry.body
+                for entry in (dump(family, socket.IPPROTO_UDP) if wanted else ())
+                if entry.destination + entry.destination_port in wanted
+                and judge.stale(
+                    unpacked(entry.destination, entry.destination_port), unpacked(entry.answerer, entry.answerer_port)
+                )
+            ]
             for protocol in sorted(number for version, number in protocols if version == family):
                 chosen += _unanswered(family, protocol, openings)
             deleted[family] = delete(chosen)
@@ -496,19 +503,10 @@ def _protocol_info(protocol: int, known: Mapping[int, bytes]) -> dict[int, bytes
 
 
 def fields(entry: Entry) -> dict[int, bytes]:
-    """Returns the attributes of an entry."""
     return dict(nl.attributes(entry.body, START))
 
 
 # Deleting
-
-
-def _stale(family: int, wanted: set[bytes], judge: Judge) -> Iterator[bytes]:
-    for entry in dump(family, socket.IPPROTO_UDP):
-        if entry.destination + entry.destination_port in wanted:
-            destination = unpacked(entry.destination, entry.destination_port)
-            if judge.stale(destination, unpacked(entry.answerer, entry.answerer_port)):
-                yield entry.body
 
 
 def _unanswered(family: int, protocol: int, places: Collection[Place]) -> Iterator[bytes]:

@@ -66,8 +66,6 @@ RTM_GETNETCONF, NETCONFA_IFINDEX, NETCONFA_RP_FILTER, NETCONFA_IFINDEX_ALL = 82,
 
 
 class Interface(msgspec.Struct, frozen=True):
-    """One interface of this namespace."""
-
     index: int
     name: str
     kind: str

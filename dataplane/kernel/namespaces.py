@@ -85,7 +85,9 @@ def listening(protocol: int) -> list[tuple[str, int]]:
         OSError: it cannot be read.
     """
     if protocol == socket.IPPROTO_SCTP:
-        return _by_sctp(Path("/proc/thread-self/net/sctp/eps").read_text())
+        listed = Path("/proc/thread-self/net/sctp/eps").read_text().splitlines()[1:]
+        rows = [row.split() for row in listed]  # state, port and addresses: net/sctp/proc.c
+        return [(str(ip_address(at)), int(row[5])) for row in rows if row[3] == SCTP_LISTEN for at in row[8:]]
     name, wanted = ("tcp", TCP_LISTEN) if protocol == socket.IPPROTO_TCP else ("udp", UDP_OPEN)
     found = []
     for family, file in ((socket.AF_INET, name), (socket.AF_INET6, f"{name}6")):
@@ -99,11 +101,6 @@ def listening(protocol: int) -> list[tuple[str, int]]:
                     words = [int(address[at : at + 8], 16) for at in range(0, len(address), 8)]  # in the host's order
                     found.append((socket.inet_ntop(family, struct.pack(f"={len(words)}I", *words)), int(port, 16)))
     return found
-
-
-def _by_sctp(listing: str) -> list[tuple[str, int]]:
-    rows = [row.split() for row in listing.splitlines()[1:]]  # state, port and addresses: net/sctp/proc.c
-    return [(str(ip_address(at)), int(row[5])) for row in rows if row[3] == SCTP_LISTEN for at in row[8:]]
 
 
 def unread() -> dict[int, tuple[int, int]]:

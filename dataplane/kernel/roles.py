@@ -31,7 +31,13 @@ WaysOut = Callable[[int], Collection[int]]  # a bridge -> its ports behind which
 def ports_of_gateways(bridge: int) -> frozenset[int]:
     """Returns the ports of a bridge behind which the default gateways are; none where the kernel does not know."""
     with Netlink(ROUTE) as wire:
-        return ports_towards(bridge, {gateway for family in AF.values() for gateway in _gateways(wire, family, bridge)})
+        gateways = {
+            route.known.get(links.RTA_GATEWAY) or route.known.get(links.RTA_VIA, b"")[2:]
+            for family in AF.values()
+            for route in links.read_routes(wire, family)
+            if not route.length and int.from_bytes(route.known.get(links.RTA_OIF, b""), sys.byteorder) == bridge
+        }
+    return ports_towards(bridge, gateways)
 
 
 def ports_towards(bridge: int, addresses: Collection[bytes]) -> frozenset[int]:
@@ -46,12 +52,6 @@ def ports_towards(bridge: int, addresses: Collection[bytes]) -> frozenset[int]:
         return frozenset(
             index for index, _, known in _neighbours(wire, socket.AF_BRIDGE) if known.get(NDA_LLADDR) in learnt
         ) - {bridge}
-
-
-def _gateways(wire: Netlink, family: int, interface: int) -> Iterator[bytes]:
-    for route in links.read_routes(wire, family):
-        if not route.length and int.from_bytes(route.known.get(links.RTA_OIF, b""), sys.byteorder) == interface:
-            yield route.known.get(links.RTA_GATEWAY) or route.known.get(links.RTA_VIA, b"")[2:]
 
 
 def neighbours() -> dict[tuple[int, str], tuple[bytes, int]]:

@@ -73,8 +73,6 @@ Part = tuple[Expression, ...]
 
 
 class Rule(NamedTuple):
-    """One rule."""
-
     expressions: Part
 
     @property
@@ -292,12 +290,6 @@ def has_priority(number: int) -> Part:
     return meta(nf.NFT_META_PRIORITY, 0), compare(0, _host(number))
 
 
-def from_interface(name: str, *, prefix: bool) -> Part:
-    """Matches if the packet came in through this interface, or one whose name begins so."""
-    value = name.encode() if prefix else name.encode().ljust(IFNAMSIZ, b"\0")
-    return meta(nf.NFT_META_IIFNAME, 0), compare(0, value)
-
-
 class Family:
     """The constants of IPv4 or IPv6. An address takes one word of the registers, or four.
 
@@ -341,7 +333,6 @@ class Family:
         return self.load_destination(), lookup(name, 0)
 
     def destination_is(self, address: str) -> Part:
-        """Matches if the destination is this address."""
         return self.load_destination(), compare(0, ip_address(address).packed)
 
     def destination_within(self, cidr: str) -> Part:
@@ -360,7 +351,10 @@ class Family:
     def from_pod(self, pods: PodMatch) -> Part | None:
         """Matches if an incoming packet is from a pod; None: this family has no pods."""
         if pods.interface:
-            return from_interface(pods.interface, prefix=pods.by_name_prefix)
+            name = pods.interface.encode()
+            return meta(nf.NFT_META_IIFNAME, 0), compare(
+                0, name if pods.by_name_prefix else name.ljust(IFNAMSIZ, b"\0")
+            )
         prefix = pods.prefix(self.version)
         return self.source_within(prefix) if prefix else None
 

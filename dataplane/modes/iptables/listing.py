@@ -34,7 +34,6 @@ class _Found(NamedTuple):
 
 
 def datagram_frontends(chains: Saved) -> Iterator[Key]:
-    """Returns the frontends of datagrams in our chains."""
     for name, rules in chains.items():
         for rule in rules:
             if "-p udp " in rule and name.startswith(MINE) and (found := _frontend(0, rule)):

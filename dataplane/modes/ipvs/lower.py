@@ -94,7 +94,6 @@ def node_of(node: NodeNetwork, families: tuple[int, ...], excluded: Iterable[str
 
 
 def set_name(family: int, name: str) -> str:
-    """Returns the full name of a set."""
     return f"{PREFIX}{family}-{name}"
 
 
@@ -159,7 +158,6 @@ def _frontend(
     node: Node,
     mark_of: Callable[[Server], int],
 ) -> None:
-    """Lowers one frontend at one address."""
     internal, external = entry.backend_sets[frontend.internal], entry.backend_sets[frontend.external]
     lowered.servers[server] = _wanted(entry, config, internal)
     element = Element(server.address, server.port, server.protocol)

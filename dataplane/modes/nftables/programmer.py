@@ -151,15 +151,12 @@ class Nftables(TranslatingMode):
             self._repair()
         elif time.monotonic() >= self._check_at:
             # The generation counts all transactions. Unless another program made one, nothing is compared.
-            if self._kernel.generation() != self._generation and not self._as_built():
-                self._repair()
+            if self._kernel.generation() != self._generation:
+                work = self._skeleton_repair()  # elements are not compared
+                if len(work) < len(FAMILIES) or any(operations for _, operations in work):
+                    self._repair()
             self._verified()
         self._remove_idle()
-
-    def _as_built(self) -> bool:
-        """True if chains, rules and sets are as wanted; elements are not compared."""
-        work = self._skeleton_repair()
-        return len(work) == len(FAMILIES) and not any(operations for _, operations in work)
 
     def _repair(self) -> None:
         """Write what differs: first rules and chains, which is quick, then elements, for which all must be read."""

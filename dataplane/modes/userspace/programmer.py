@@ -252,12 +252,8 @@ class Userspace(NetfilterMode):
             self.repaired.add(wrong, len(wrong))
         if self._full:  # also when the last attempt failed
             self.sync(self.table)
-        elif self._unprogrammed:
-            self._retry_unprogrammed()
-
-    def _retry_unprogrammed(self) -> None:
-        """Retries service ports whose proxy ports could not be opened: no descriptor, or no address yet."""
-        if any("cannot listen" in left.reason for left in self._unprogrammed.values()):
+        elif any("cannot listen" in left.reason for left in self._unprogrammed.values()):
+            # There was no descriptor for their proxy ports, or no address yet.
             names = {left.entry.rpartition(":")[0] for left in self._unprogrammed.values()}
             self._write(self.table, names, whole=self._lost.is_set())
 

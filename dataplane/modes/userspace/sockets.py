@@ -62,23 +62,18 @@ def _made(family: int, protocol: int) -> Iterator[socket.socket]:
     kind = socket.SOCK_DGRAM if protocol == socket.IPPROTO_UDP else socket.SOCK_STREAM
     made = socket.socket(AF[family], kind | socket.SOCK_NONBLOCK, protocol)
     try:
-        if kind == socket.SOCK_STREAM:
-            _tune(made, protocol)
+        # Without Nagle's algorithm; keepalives find peers that disappeared.
+        if protocol == socket.IPPROTO_TCP:
+            made.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            made.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            for option, value in KEEPALIVE:
+                made.setsockopt(socket.IPPROTO_TCP, option, value)
+        elif kind == socket.SOCK_STREAM:
+            made.setsockopt(socket.IPPROTO_SCTP, SCTP_NODELAY, 1)
         yield made
     except OSError:
         made.close()
         raise
-
-
-def _tune(made: socket.socket, protocol: int) -> None:
-    """Turns off Nagle's algorithm, and turns on keepalives, which find peers that disappeared."""
-    if protocol == socket.IPPROTO_TCP:
-        made.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        made.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        for option, value in KEEPALIVE:
-            made.setsockopt(socket.IPPROTO_TCP, option, value)
-    else:
-        made.setsockopt(socket.IPPROTO_SCTP, SCTP_NODELAY, 1)
 
 
 def toward(family: int, protocol: int, client: str | None) -> socket.socket:

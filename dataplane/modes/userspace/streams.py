@@ -167,7 +167,6 @@ class Way:
         return True
 
     def close(self) -> None:
-        """Closes the pipe."""
         if self.pipe is not None:
             for descriptor in self.pipe:
                 os.close(descriptor)

@@ -77,7 +77,9 @@ class Failover:
 
     def evaluate(self, store: Store) -> list[Event]:
         """Evaluate what was counted since the last call, write the changes, and return the events."""
-        self._tidy(store)
+        if time.monotonic() - self._tidied > TIDY_SECONDS:
+            self._tidied = time.monotonic()
+            forget_former(store.maps.maps)  # the failures of removed backends
         if time.monotonic() < self.spared_until:
             self._shares.intervals.clear()
             known = _Numbers(store)
@@ -123,12 +125,6 @@ class Failover:
         ejections, parts = self._detector.ejections, self.slow_start.parts(now)
         if ejections or parts or store.plan.adjusted:
             store.adjust(ejections, parts)
-
-    def _tidy(self, store: Store) -> None:
-        """Forget the failures of removed backends, once a minute."""
-        if time.monotonic() - self._tidied > TIDY_SECONDS:
-            self._tidied = time.monotonic()
-            forget_former(store.maps.maps)
 
     def _note_how(self, store: Store, known: _Numbers) -> None:
         """Note whether the last connection to a backend was refused or unanswered."""

@@ -47,7 +47,6 @@ class Endpoint(NamedTuple):
 
     @classmethod
     def of(cls, service: int, gone: Gone) -> Endpoint:
-        """Returns an endpoint of this service port."""
         return cls(service, gone.entry.family, gone.address, gone.port)
 
     @property

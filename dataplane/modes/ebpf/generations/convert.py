@@ -83,7 +83,8 @@ class Converter:
     def rows(self, keys: NDArray[Any], values: NDArray[Any]) -> tuple[NDArray[Any], NDArray[Any], NDArray[np.bool_]]:
         """Returns keys and values in our layout, and which rows these are; the others cannot be expressed in it."""
         new_keys, fit = self._convert(keys, self.ours[0])
-        fit &= self._nothing_dropped(keys)
+        for name in set(self.former[0].names or ()) - set(self.ours[0].names or ()):
+            fit &= _zero(keys[name])  # others would become another key
         new_values, fits = self.values(values)
         fit &= fits
         return new_keys[fit], new_values[fit], fit
@@ -110,13 +111,6 @@ class Converter:
         for field in matching(rows.dtype, kind):
             fit &= _put(rows[field], new[field])
         return new, fit
-
-    def _nothing_dropped(self, keys: NDArray[Any]) -> NDArray[np.bool_]:
-        """Returns which keys have only zeros in fields that ours do not have: others would become another key."""
-        fine = np.ones(len(keys), dtype=np.bool_)
-        for name in set(self.former[0].names or ()) - set(self.ours[0].names or ()):
-            fine &= _zero(keys[name])
-        return fine
 
 
 def _put(former: NDArray[Any], ours: NDArray[Any]) -> NDArray[np.bool_]:

@@ -88,7 +88,6 @@ def address_text(words: bytes, family: int) -> str:
 
 
 def end_text(row: Any, family: int, address: str = "address", port: str = "port") -> str:
-    """Returns an address and a port of a row as text."""
     return socket_text(address_text(row[address].tobytes(), family), socket.ntohs(int(row[port])))
 
 
@@ -128,7 +127,6 @@ def _port_word(ports: NDArray[np.uint16], protocols: NDArray[Any]) -> Words:
 
 
 def prefilter_bits(hashes: Words) -> Words:
-    """Returns the bit of each hash in a prefilter."""
     return hashes >> np.uint32(32 - abi_constants()["PREFILTER_BITS"])
 
 
@@ -156,7 +154,6 @@ def backend_bit(words: Sequence[int], port: int, protocol: int, family: int) -> 
 
 
 def flow_tags(keys: NDArray[Any], family: int) -> Words:
-    """Returns the tags of keys of a table of flows."""
     with np.errstate(over="ignore"):
         source, destination = (
             hash_addresses(keys[name] if family == 6 else keys[name][:, np.newaxis], family)

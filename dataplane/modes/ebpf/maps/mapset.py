@@ -79,7 +79,8 @@ class MapSet:
         for name in ("loads", "first_packets"):
             if self._entries(name, 0) != wanted.get(name):
                 self._drop(name)  # it did not grow with the rest: counts begin again
-        if not all(self._can_count(name, wanted.get(name)) for name in TRAFFIC):
+        width, figures = dtype_of("traffic").itemsize, [name for name in TRAFFIC if name in self.maps]
+        if any((self.maps[each].entries, self.maps[each].value_size) != (wanted.get(each), width) for each in figures):
             for name in TRAFFIC:  # another size is wanted, or they did not grow with the rest: figures begin at 0
                 self._drop(name)
 
@@ -88,10 +89,6 @@ class MapSet:
             self.maps.pop(name).close()
             del self._pinned[name]
             (self.folder / name).unlink()
-
-    def _can_count(self, name: str, entries: int | None) -> bool:
-        known = self.maps.get(name)
-        return known is None or (known.entries, known.value_size) == (entries, dtype_of("traffic").itemsize)
 
     def _entries(self, name: str, otherwise: int) -> int:
         return self.maps[name].entries if name in self.maps else otherwise
@@ -179,7 +176,6 @@ class MapSet:
         return words
 
     def flows(self) -> dict[int, Map]:
-        """Returns the tables of flows by family."""
         return {family: self.maps[f"flows{family}"] for family in (4, 6)}
 
     def traffic(self) -> Traffic:

@@ -101,18 +101,12 @@ def collect(options: Options) -> int:
     removed = localhost.collect(options)
     for folder in pin_folders("abi*"):
         try:
-            removed += _remove_if_gone(folder)
+            if is_gone(folder):  # first without the lock: an agent that is about to serve there must not find it taken
+                with scoped(hold(folder, _name(folder))):
+                    removed += pins.remove_pins(folder) if is_gone(folder) else 0
         except Occupied:
             continue
         except (BpfError, OSError) as error:
             if getattr(error, "errno", 0) != errno.ENOENT:  # another process removes them, too
                 log.warning("pins at %s cannot be read: %s", folder, error)
     return removed
-
-
-def _remove_if_gone(folder: Path) -> int:
-    # First without the lock: an agent that is about to serve there must not find it taken.
-    if not is_gone(folder):
-        return 0
-    with scoped(hold(folder, _name(folder))):
-        return pins.remove_pins(folder) if is_gone(folder) else 0

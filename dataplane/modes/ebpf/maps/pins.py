@@ -139,7 +139,6 @@ def remove_pins(folder: Path) -> int:
 
 
 def is_link_pin(path: Path) -> bool:
-    """True if a link is pinned at a path."""
     if not is_pin(path):
         return False
     with scoped(pinned_link(path)) as found:

@@ -201,7 +201,6 @@ class MapWriter:
             yield self.node_ports, ports
 
     def delete(self, gone: Iterable[Key]) -> None:
-        """Delete these frontends."""
         for family, keys in _by_family(gone):
             self._maps.maps[f"frontends{family}"].delete_batch(frontend_rows(keys, family)[0])
 

@@ -58,7 +58,9 @@ class Journal:
             row = _row(self.last, event, names, backends)
             if row.service is None:
                 whose = addresses() if whose is None else whose
-                row.service = _service_at(event, whose)
+                family = int(event["family"])
+                ends = (layout.address_text(event[end].tobytes(), family) for end in ("daddr", "saddr"))
+                row.service = next((whose[family, end] for end in ends if (family, end) in whose), None)
             self._rows.append(row)
             if row.what == "drop":
                 self._unlogged[row.reason, row.service or row.destination] += 1
@@ -140,13 +142,6 @@ class PacketLog:
         """Ends traces; programs go on reporting drops to the map."""
         self._ring.close()
         self._maps.view("node")["trace"] = 0
-
-
-def _service_at(event: Any, whose: Addresses) -> str | None:
-    """Returns the service at an address of the packet, if the programs saw no more of the service."""
-    family = int(event["family"])
-    ends = (layout.address_text(event[end].tobytes(), family) for end in ("daddr", "saddr"))
-    return next((whose[family, end] for end in ends if (family, end) in whose), None)
 
 
 def _row(number: int, event: Any, names: Mapping[int, str], backends: Any) -> PacketEvent:
