@@ -92,7 +92,10 @@ def _drain_modes(options: Options, seconds: float, report: Callable[[str], objec
     drained = [
         name for name in available_modes() if may_have_left(name, options.ebpf.pin_root) and _drained(name, options)
     ]
-    options = _with_timeouts_of_the_node(options)
+    # The agent that served may have set conntrack's timeouts, and its configuration is not known here.
+    found = {each: sysctl.read(f"net/netfilter/nf_conntrack_{each}") for each in ("udp_timeout", "udp_timeout_stream")}
+    timeouts = {field.replace("_timeout", ""): int(value) for field, value in found.items() if value}
+    options = replace(options, timeouts=replace(options.timeouts, **timeouts))
     with contextlib.ExitStack() as stack:
         counts = [stack.enter_context(_counting(name, options)) for name in drained]
         while any(count() for count in counts):
@@ -106,18 +109,6 @@ def _drain_modes(options: Options, seconds: float, report: Callable[[str], objec
             if late:
                 break
             time.sleep(POLL_SECONDS)
-
-
-def _with_timeouts_of_the_node(options: Options) -> Options:
-    """Returns the options with conntrack's timeouts.
-
-    The agent that served may have set them, and its configuration is not known here.
-    """
-    found = {
-        field: sysctl.read(f"net/netfilter/nf_conntrack_{field}") for field in ("udp_timeout", "udp_timeout_stream")
-    }
-    seconds = {field.replace("_timeout", ""): int(value) for field, value in found.items() if value}
-    return replace(options, timeouts=replace(options.timeouts, **seconds))
 
 
 @contextlib.contextmanager

@@ -233,14 +233,6 @@ class Agent:
     def _listen(self) -> Server:
         return Server(socket_path(self.config.hybrid.admin_socket), self._ask)
 
-    def _listen_again(self) -> None:
-        """Replace the server whose socket somebody has removed, such as a program that cleans /run."""
-        with contextlib.suppress(ControllerError):  # it is tried again
-            former, self._admin = self._admin, self._listen()
-            former.close(replaced=True)
-            self.history.record("repair", f"somebody removed {former.path}: made again")
-            log.warning("somebody removed %s: made again", former.path)
-
     def _ask(self, request: p.Request) -> p.Answer:
         if part := self._busy_with:
             return p.StartingAnswer(os.getpid(), part, time.monotonic() - self.syncer.started)
@@ -265,8 +257,12 @@ class Agent:
                 self._sync()
             if not self.maintenance.run():
                 continue
-            if not self._admin.path.exists():
-                self._listen_again()
+            if not self._admin.path.exists():  # somebody has removed it, such as a program that cleans /run
+                with contextlib.suppress(ControllerError):  # it is tried again
+                    former, self._admin = self._admin, self._listen()
+                    former.close(replaced=True)
+                    self.history.record("repair", f"somebody removed {former.path}: made again")
+                    log.warning("somebody removed %s: made again", former.path)
             self._remember_node()
             self.history.source(self.syncer.cluster.source_state)
             self.history.problems(self.syncer.cluster.problems, self.syncer.cluster.has)

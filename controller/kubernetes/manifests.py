@@ -691,19 +691,15 @@ class Manifests:
         self._reported = snapshot
         if events:
             emit(*events)
-            self._write_kept()
+            if self._keep is not None and (kept := self._folder.kept()) != self._kept:
+                self._kept = kept
+                try:
+                    write(self._keep, kept)
+                except OSError as error:
+                    lost = "without it, what cannot be read is gone after a restart"
+                    log.warning("%s: %s; %s", self._keep, error.strerror, lost)
         self._health(emit, True, self.describe().replace(": ", " can be read again: ", self._healthy is False))
         return True
-
-    def _write_kept(self) -> None:
-        kept = self._folder.kept()
-        if self._keep is None or kept == self._kept:
-            return
-        self._kept = kept
-        try:
-            write(self._keep, kept)
-        except OSError as error:
-            log.warning("%s: %s; without it, what cannot be read is gone after a restart", self._keep, error.strerror)
 
     def _health(self, emit: Emit, healthy: bool, message: str) -> None:
         if healthy is not self._healthy:

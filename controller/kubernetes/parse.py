@@ -394,7 +394,15 @@ def _service(wire: _Service) -> model.Service | model.Ignored:
     ports, about_ports = _ports(wanted, _service_ports, _known_service_ports)
     said += about_ports
     ours = metadata.annotations
-    annotated = {} if ours is None or ours == _NO_ANNOTATIONS else _annotated(ours, said)
+    annotated: dict[str, Any] = {}
+    if ours is not None and ours != _NO_ANNOTATIONS:
+        annotated = {
+            "algorithm": said.part("", _algorithm, ours.algorithm),
+            "weights": said.part((), _weights, ours.weights, said),
+            "probe": said.part(None, _probe, ours.probe),
+            "slow_start": said.part(0.0, _slow_start, ours.slow_start),
+            "reset_gone": said.part(None, _truth, ours.reset_gone, RESET_GONE),
+        }
     labels = spec.selector if isinstance(spec.selector, dict) else {}
     return model.Service(
         namespace=namespace,
@@ -415,17 +423,6 @@ def _service(wire: _Service) -> model.Service | model.Ignored:
         complaints=said.texts(),
         **annotated,
     )
-
-
-def _annotated(ours: _Annotations, said: _Complaints) -> dict[str, Any]:
-    """Returns the fields that annotations decide."""
-    return {
-        "algorithm": said.part("", _algorithm, ours.algorithm),
-        "weights": said.part((), _weights, ours.weights, said),
-        "probe": said.part(None, _probe, ours.probe),
-        "slow_start": said.part(0.0, _slow_start, ours.slow_start),
-        "reset_gone": said.part(None, _truth, ours.reset_gone, RESET_GONE),
-    }
 
 
 def _cluster_ips(spec: _ServiceSpec, said: _Complaints) -> tuple[str, ...]:

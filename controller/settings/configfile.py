@@ -32,7 +32,7 @@ from hybrid_proxy.dataplane.settings import RESTART
 
 POLL: Final = 1.0  # seconds between two reads of the file where changes are not reported
 PAUSE: Final = 0.03  # seconds
-_VERSION: Final = re.compile(r"(?P<group>[a-z0-9.]{1,63})/(?P<version>v[0-9]{1,3}((alpha|beta)[0-9]{1,3})?)")
+_VERSION: Final = re.compile(r"(?P<group>[a-z0-9.]{1,63})/v[0-9]{1,3}((alpha|beta)[0-9]{1,3})?")
 _MAX_FILE: Final = 1 << 20  # bytes; the API's limit for a ConfigMap
 
 
@@ -104,7 +104,9 @@ def _document(document: Document, given: Given, found: dict[str, dict[str, Any]]
         return given.reject(f"{where}: kind {shown(kind)}: is not one of {', '.join(DOCUMENTS)}")
     if version != (known := DOCUMENTS[kind]().api_version):
         message = f"{where}: {kind}.apiVersion {shown(version)}: is not {known}"
-        if not _is_later(kind, version):
+        # A node has to start with a later version of kube-proxy's document, too.
+        later = _VERSION.fullmatch(version) if isinstance(version, str) and kind == KUBE_PROXY else None
+        if later is None or later["group"] != known.partition("/")[0]:
             return given.reject(message)
         given.warnings.append(f"{message}; what is known of it is read, and each unknown field is named")
     if kind in found:
@@ -117,13 +119,6 @@ def _document(document: Document, given: Given, found: dict[str, dict[str, Any]]
         else:
             given.warnings.append(f"{message}, the last one counts")
     return None
-
-
-def _is_later(kind: str, version: object) -> bool:
-    """Whether this is a version of kube-proxy's document that came after ours: a node has to start with it, too."""
-    group, _, ours = DOCUMENTS[KUBE_PROXY]().api_version.partition("/")
-    found = _VERSION.fullmatch(version) if isinstance(version, str) and kind == KUBE_PROXY else None
-    return found is not None and found["group"] == group and found["version"] != ours
 
 
 def _read_object(cls: type[msgspec.Struct], value: dict[str, Any], path: str, given: Given) -> None:

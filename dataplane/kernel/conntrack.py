@@ -114,7 +114,12 @@ def delete_stale(judge: Judge, openings: Collection[Place] = ()) -> dict[int, in
                 )
             ]
             for protocol in sorted(number for version, number in protocols if version == family):
-                chosen += _unanswered(family, protocol, openings)
+                chosen += [
+                    entry.body
+                    for entry in dump(family, protocol, status=NOT_ANSWERED)
+                    if not (_is_translated(entry) or _status(entry) & IPS_SEEN_REPLY)
+                    and (*unpacked(entry.destination, entry.destination_port), protocol) in openings
+                ]
             deleted[family] = delete(chosen)
         except (OSError, nl.NetlinkFailed) as error:
             log.warning("stale conntrack entries of IPv%d could not be deleted: %s", family, error)
@@ -507,15 +512,6 @@ def fields(entry: Entry) -> dict[int, bytes]:
 
 
 # Deleting
-
-
-def _unanswered(family: int, protocol: int, places: Collection[Place]) -> Iterator[bytes]:
-    """Yields connections to these places that are neither translated nor answered."""
-    for entry in dump(family, protocol, status=NOT_ANSWERED):
-        if _is_translated(entry) or _status(entry) & IPS_SEEN_REPLY:
-            continue
-        if (*unpacked(entry.destination, entry.destination_port), protocol) in places:
-            yield entry.body
 
 
 def _is_translated(entry: Entry) -> bool:

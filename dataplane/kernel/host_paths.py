@@ -56,14 +56,6 @@ def netns_of(pid: str) -> int:
     return os.stat(f"/proc/{pid}/net/dev").st_ino  # noqa: PTH116 (called for every process)
 
 
-def _mounts(pid: str, kind: str) -> list[str]:
-    """Returns the mount points of file systems of a kind; the outermost first, also of cgroups."""
-    try:
-        return outermost_first(Path(f"/proc/{pid}/mountinfo").read_text(), kind)
-    except OSError:
-        return []
-
-
 def outermost_first(mountinfo: str, kind: str) -> list[str]:
     """Returns mount points of one kind in the text of /proc/PID/mountinfo.
 
@@ -101,7 +93,10 @@ def cgroup_root() -> Path | None:
     """Returns the cgroup v2 hierarchy as seen from here, None when it is not mounted."""
     around = ((pid, f"/proc/{pid}/root") for pid in _outer_processes())
     for pid, prefix in (("self", ""), *around):
-        for mount in _mounts(pid, "cgroup2"):
+        mounts: list[str] = []
+        with contextlib.suppress(OSError):
+            mounts = outermost_first(Path(f"/proc/{pid}/mountinfo").read_text(), "cgroup2")
+        for mount in mounts:
             path = Path(prefix + mount)
             if (path / "cgroup.procs").exists():
                 return path

@@ -140,8 +140,12 @@ class Ipvs:
         for answer in self._netlink.dump(
             self._request(_GET_DEST, nl.nested(_ATTR_SERVICE, _name(server)), nl.NLM_F_DUMP, what)
         ):
-            destination, load = _read_destination(genetlink.fields(answer)[_ATTR_DEST], server.family)
-            found[destination] = load
+            known, family = dict(nl.attributes(genetlink.fields(answer)[_ATTR_DEST])), server.family
+            if _D_FAMILY in known:
+                family = _FAMILY[socket.AddressFamily(_U16.unpack(known[_D_FAMILY])[0])]
+            destination = Destination(_address(known[_D_ADDR], family), _BE16.unpack(known[_D_PORT])[0])
+            counts = (_U32.unpack(known[kind])[0] for kind in (_D_WEIGHT, _D_ACTIVE, _D_INACTIVE))
+            found[destination] = Load(*counts)
         return found
 
     def set_timeouts(self, wanted: Timeouts) -> None:
@@ -232,14 +236,6 @@ def _read_server(data: bytes) -> tuple[Server, Config]:
         return Server(family, mark=_U32.unpack(known[_MARK])[0]), config
     address = _address(known[_ADDR], family)
     return Server(family, _U16.unpack(known[_PROTOCOL])[0], address, _BE16.unpack(known[_PORT])[0]), config
-
-
-def _read_destination(data: bytes, family: int) -> tuple[Destination, Load]:
-    known = dict(nl.attributes(data))
-    if _D_FAMILY in known:
-        family = _FAMILY[socket.AddressFamily(_U16.unpack(known[_D_FAMILY])[0])]
-    counts = (_U32.unpack(known[kind])[0] for kind in (_D_WEIGHT, _D_ACTIVE, _D_INACTIVE))
-    return Destination(_address(known[_D_ADDR], family), _BE16.unpack(known[_D_PORT])[0]), Load(*counts)
 
 
 def _address(packed: bytes, family: int) -> str:

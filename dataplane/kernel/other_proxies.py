@@ -101,16 +101,11 @@ def _chains(name: str) -> Iterator[str]:
         if _get(GET_CHAIN, number, wanted):
             yield f"chain {name} in {family} nat"
     for family in FAMILIES:
-        if _legacy_get(family, name):
-            yield f"chain {name} in {family} nat (legacy)"
-
-
-def _legacy_get(family: str, chain: str) -> bool:
-    with contextlib.suppress(OSError):
-        if "nat" in Path(f"/proc/thread-self/net/{family}_tables_names").read_text().split():
-            argv = (f"{family}tables-legacy", "-w", "1", "-t", "nat", "-S", chain, "1")
-            return call(*argv, seconds=CHILD_SECONDS).returncode == 0
-    return False
+        with contextlib.suppress(OSError):
+            if "nat" in Path(f"/proc/thread-self/net/{family}_tables_names").read_text().split():
+                argv = (f"{family}tables-legacy", "-w", "1", "-t", "nat", "-S", name, "1")
+                if call(*argv, seconds=CHILD_SECONDS).returncode == 0:
+                    yield f"chain {name} in {family} nat (legacy)"
 
 
 def _ipvs() -> Iterator[str]:

@@ -241,8 +241,11 @@ class Ebpf(Programmer):
             raise
         except (DataplaneError, OSError, ValueError) as error:
             self._failed = names
-            if isinstance(error, ForeignEntries):
-                self._start_over()
+            if isinstance(error, ForeignEntries):  # the maps hold other rows: the next sync adopts them
+                wait_for_programs()  # deferred frees are forgotten with the plan: none may still use what waits there
+                self.store.start_over()
+                self.failover.forget()
+                self.table = EMPTY
             raise SyncError(f"the eBPF maps could not be programmed: {error}") from error
         if self.store.plan.pools.deferred >= MOST_DEFERRED:  # else with the next maintenance: a thread wakes for it
             self.gc.grace.want(self.store.plan.pools.stamp)
@@ -345,17 +348,6 @@ class Ebpf(Programmer):
             changed += self.store.apply(change.table.services, plan.unfit.keys() & change.names)[0]
         plan.retry()
         return changed
-
-    def _start_over(self) -> ServiceTable:
-        """Forgets what was written, because the maps hold other rows: the next sync adopts them and removes the rest.
-
-        Returns the table that was programmed.
-        """
-        wait_for_programs()  # deferred frees are forgotten with the plan: no program may still use what waits there
-        self.store.start_over()
-        self.failover.forget()
-        former, self.table = self.table, EMPTY
-        return former
 
     # Draining
 

@@ -180,9 +180,11 @@ def _frontend_target(entry: Entry, frontend: Frontend, way: _Way, node: Node, ch
     target = way.internal
     usual = node.usual if frontend.kind is Kind.CLUSTER_IP else Masquerade.NEVER
     if way.internal != way.external or (frontend.masquerade != usual and way.internal != ACCEPTED):
-        rules = (*_mark(frontend, usual, node), *_choose_way(way, node))
+        rules = [*_mark(frontend, usual, node)]
+        if way.internal != way.external:
+            rules += [f"{each} {way.internal}" for each in (FROM_NODE, node.pod) if each is not None]
         name = chain("EXT", identity(entry), str(int(frontend.masquerade)), str(int(usual)), *way)
-        chains[name] = rules
+        chains[name] = (*rules, way.external)
         target = f"-j {name}"
     if frontend.source_ranges is not None and target != ACCEPTED:
         name = chain("FW", identity(entry), *frontend.source_ranges, target)
@@ -203,14 +205,6 @@ def _mark(frontend: Frontend, usual: Masquerade, node: Node) -> Iterable[str]:
 
 def _mark_chain(classes: Masquerade) -> str:
     return f"{MINE}MARK-MASQ-{int(classes)}"
-
-
-def _choose_way(way: _Way, node: Node) -> Iterable[str]:
-    if way.internal != way.external:
-        yield f"{FROM_NODE} {way.internal}"
-        if node.pod is not None:
-            yield f"{node.pod} {way.internal}"
-    yield way.external
 
 
 # The backends of a set

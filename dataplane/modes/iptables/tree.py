@@ -85,9 +85,6 @@ class Tree:
         else:
             for key in fresh:
                 insort(self._keys, key)
-        return self._redo(dirty)
-
-    def _redo(self, dirty: set[int]) -> Changes:
         was, alive = self._nodes, set[str]()
         written: dict[str, tuple[str, ...]] = {}
         if self._keys:

@@ -22,8 +22,8 @@ from hybrid_proxy.dataplane.mode import Mode, Options, RequestMaintenance
 from hybrid_proxy.dataplane.modes.userspace import lower as low
 from hybrid_proxy.dataplane.modes.userspace import messages as m
 from hybrid_proxy.dataplane.modes.userspace import relay_client, tables
-from hybrid_proxy.dataplane.modes.userspace.client_addresses import ClientAddresses
 from hybrid_proxy.dataplane.modes.userspace.listing import Relayed
+from hybrid_proxy.dataplane.modes.userspace.sockets import transparent_works
 from hybrid_proxy.dataplane.modes.userspace.tables import LISTENERS, SETS, TABLE, answer_mark
 from hybrid_proxy.dataplane.netfilter import NetfilterMode, frontends
 from hybrid_proxy.dataplane.nftables import operations as op
@@ -40,6 +40,52 @@ log = logging.getLogger(__name__)
 TRIAL: Final = f"{TABLE}-trial"
 END_SECONDS: Final = 5.0
 STATUS_SECONDS: Final = 5.0
+
+
+class _ClientAddresses:
+    """The policy routing of replies to clients' addresses, which backends see as their source, to this node.
+
+    `kept` are the families in which it works; in others backends see the node.
+    """
+
+    def __init__(self) -> None:
+        self._possible = tuple(family for family in (4, 6) if transparent_works(family))
+        self.kept = self._possible
+        self._changes = policy.watch()
+
+    def route(self, mark: int) -> None:
+        kept = []
+        for family in self._possible:
+            try:
+                policy.deliver_marked(family, mark)
+                kept.append(family)
+            except DataplaneError as error:
+                log.warning("backends see the node's address instead of their clients': %s", error)
+        self.kept = tuple(kept)
+
+    def repair(self, mark: int) -> tuple[int, bool]:
+        """Repairs removed rules. Returns how many, and whether a family works now that did not.
+
+        Raises:
+            DataplaneError: a rule cannot be repaired.
+        """
+        repaired, more = 0, False
+        for family in self._possible:
+            if family not in self.kept:
+                with contextlib.suppress(DataplaneError):
+                    policy.deliver_marked(family, mark)
+                    more = True
+            elif policy.deliver_marked(family, mark):
+                repaired += 1
+                log.warning("repaired: the routing rule of replies to clients' IPv%d addresses was gone", family)
+        return repaired, more
+
+    def changed(self) -> bool:
+        """True if a routing rule or a route changed since the last call."""
+        return self._changes.discard()
+
+    def close(self) -> None:
+        self._changes.close()
 
 
 class _Known(NamedTuple):
@@ -71,7 +117,7 @@ class Userspace(NetfilterMode):
         super().__init__(options, request_maintenance)
         self._unmet = Unmet({"random", "rr"}, "round robin")
         self._clock = clock
-        self._addresses = ClientAddresses()
+        self._addresses = _ClientAddresses()
         self._bridged = frozenset[str]()  # networks of bridges, as the relay has them
         self._sctp = _has_sctp()
         self._known: dict[str, dict[str, _Known]] = {}  # service -> service port

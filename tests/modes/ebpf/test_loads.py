@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hybrid_proxy.dataplane.modes.ebpf.flows.collector import corrections
 from hybrid_proxy.dataplane.modes.ebpf.maps.layout import dtype_of
-from hybrid_proxy.dataplane.modes.ebpf.maps.open_counts import corrections
 
 TOP = (1 << 32) - 1
 

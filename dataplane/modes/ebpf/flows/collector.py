@@ -23,8 +23,7 @@ from hybrid_proxy.dataplane.kernel.grace import wait_for_programs
 from hybrid_proxy.dataplane.mode import Options
 from hybrid_proxy.dataplane.modes.ebpf.flows.resets import Resets
 from hybrid_proxy.dataplane.modes.ebpf.maps.flow_tables import flow_arrays, run_in_parts
-from hybrid_proxy.dataplane.modes.ebpf.maps.layout import abi_constants, is_over, signed
-from hybrid_proxy.dataplane.modes.ebpf.maps.open_counts import Recount
+from hybrid_proxy.dataplane.modes.ebpf.maps.layout import abi_constants, dtype_of, is_over, signed
 from hybrid_proxy.dataplane.reports import several
 from hybrid_proxy.dataplane.table import Protocol
 
@@ -208,7 +207,7 @@ class FlowGC:
         with self._lock:
             services, backends = wanted = self._candidates
         opening = 0
-        recount = Recount(self._maps) if self.recounts else None
+        recount = _Recount(self._maps) if self.recounts else None
         young = abi_constants()["FLOW_ESTABLISHED"] | abi_constants()["FLOW_REPLY"]
         for family in (4, 6):
             name = f"flows{family}"
@@ -243,3 +242,46 @@ class FlowGC:
         ours = values["flags"] & abi_constants()["FLOW_OTHERS"] == 0
         old = np.flatnonzero((age >= limits) & ours)
         run_in_parts(self._sweep, family, keys[old], limits[old])
+
+
+class _Recount:
+    """Corrects the counts of open flows by one reading of all flows, for algorithms that use the counts.
+
+    It is made before the reading, given each table, finished afterwards. Programs count up and down
+    (`bpf/open_flows.h`), without an agent, too. They cannot see: flows of a service that asks for the count only now,
+    of programs of another version, flows that user space hands over or moves into larger tables, and what was counted
+    while the counts were copied into a larger map.
+    """
+
+    def __init__(self, maps: Mapping[str, Map]) -> None:
+        backends = maps["backends"].glimpse(dtype_of("backend"))
+        self._ids = np.flatnonzero(backends["flags"] & abi_constants()["BACKEND_COUNTED"])
+        self._rows = maps["loads"].glimpse(dtype_of("load"))
+        self._before = self._rows[self._ids]
+        self._seen: NDArray[np.int64] = np.zeros(len(backends), dtype=np.int64)
+
+    def add(self, flows: NDArray[Any]) -> None:
+        """Count the flows of one table that evicts nothing."""
+        replies = flows["flags"] & (abi_constants()["FLOW_REPLY"] | abi_constants()["FLOW_OTHERS"])
+        backends = flows["backend"][replies == abi_constants()["FLOW_REPLY"]]
+        self._seen += np.bincount(backends[backends < len(self._seen)], minlength=len(self._seen))
+
+    def finish(self) -> int:
+        """Write the corrections. Returns how many backends had wrong counts."""
+        after, ids = self._rows[self._ids], self._ids
+        wanted = corrections(self._before, after, self._seen[ids])
+        wrong = wanted != signed(after["correction"])
+        self._rows["correction"][ids[wrong]] = wanted[wrong].astype(np.uint32)
+        return int(np.count_nonzero(wrong))
+
+
+def corrections(before: NDArray[Any], after: NDArray[Any], seen: NDArray[np.int64]) -> NDArray[np.int64]:
+    """PURE. Returns the correction that each row should have, if the flows were read between two readings of it.
+
+    A flow that began or ended meanwhile may have been seen or not. As long as that explains the difference, the
+    correction stays what it is: so where flows begin and end all the time, nothing is made worse, and where none does,
+    the count is exact.
+    """
+    opened, closed = (signed(after[name] - before[name]) for name in ("opened", "closed"))
+    counted = signed(before["opened"] - before["closed"])
+    return np.clip(signed(after["correction"]), seen - opened - counted, seen + closed - counted)

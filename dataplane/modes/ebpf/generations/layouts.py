@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Mapping
 from functools import lru_cache
 from pathlib import Path
 from typing import Final
@@ -59,7 +58,10 @@ def recorded(folder: Path) -> Layout | None:
     except msgspec.DecodeError as error:
         log.warning("the description of the maps in %s cannot be read: %s", folder, error)
         return None
-    return known if known is not None and _describes(known.maps, folder) else None
+    shapes = known.maps.items() if known is not None else ()
+    # A map that is made on demand may be missing.
+    there = ((pinned(folder / name), Shape(*shape)) for name, shape in shapes if (folder / name).exists())
+    return known if all(found is not None and not found.differs(wanted) for found, wanted in there) else None
 
 
 def _record_in(folder: Path) -> bytes:
@@ -71,12 +73,3 @@ def _record_in(folder: Path) -> bytes:
         with contextlib.closing(Map.pinned(path)) as known:
             return known.lookup(bytes(4)) or b""
     return b""
-
-
-def _describes(maps: Mapping[str, tuple[str, int, int, int, int, str | None]], folder: Path) -> bool:
-    """Returns True if the pins are these maps. A map that is made on demand may be missing."""
-    return all(
-        not (folder / name).exists()
-        or ((found := pinned(folder / name)) is not None and not found.differs(Shape(*shape)))
-        for name, shape in maps.items()
-    )

@@ -94,7 +94,10 @@ class InterfacePrograms:
         for (role, kind), names in placed.items():
             # It may drain, and serve nothing new there.
             log.info("programs at %s by %s: %s", several(len(names), f"{role} interface"), kind, some(names))
-        self._remove_stale_pins(wanted)
+        for name, _, _ in (*self._hooks, *(_hooks(BARE) if self.kind == "uplink" else ())):
+            for index, path in links_in(self.folder, f"{name}_"):
+                if index not in wanted and is_link_pin(path):
+                    path.unlink(missing_ok=True)  # the interface disappeared while no process was running
         self._starts = False
 
     def _name(self, index: int) -> str | None:
@@ -257,13 +260,6 @@ class InterfacePrograms:
             for link in links:
                 link.close()
         self._filters.close()
-
-    def _remove_stale_pins(self, wanted: Collection[int]) -> None:
-        """Removes pins of links at interfaces that disappeared while no process was running."""
-        for name, _, _ in (*self._hooks, *(_hooks(BARE) if self.kind == "uplink" else ())):
-            for index, path in links_in(self.folder, f"{name}_"):
-                if index not in wanted and is_link_pin(path):
-                    path.unlink(missing_ok=True)
 
     def status(self) -> InterfaceHooks:
         """The interfaces to which programs are attached, and those where that failed."""
