@@ -224,7 +224,10 @@ class History:
         self._rows, self._keys = [], set()
         try:
             if append(self._path, text) > LARGEST:
-                self._shorten()
+                rows = h.folded(read_changes(self._path))
+                each = ([row for row in rows if (row.kind in COMMON) is common][-KEPT:] for common in (True, False))
+                kept = sorted(chain.from_iterable(each), key=lambda row: row.last)
+                write(self._path, _lines(kept)[-LARGEST // 2 :])
             self._failed = False
         except OSError as error:
             if not self._failed:
@@ -236,12 +239,6 @@ class History:
         self._keys.add(row.key)
         if len(self._rows) == 2 * MOST_ROWS:  # the more rows, the longer changes would wait for the next write
             self._rows = h.folded(self._rows)
-
-    def _shorten(self) -> None:
-        rows = h.folded(read_changes(self._path))
-        each = ([row for row in rows if (row.kind in COMMON) is common][-KEPT:] for common in (True, False))
-        kept = sorted(chain.from_iterable(each), key=lambda row: row.last)
-        write(self._path, _lines(kept)[-LARGEST // 2 :])
 
 
 def _each(name: str, value: str) -> dict[str, str]:

@@ -271,7 +271,11 @@ class _Claims:
                 key = frontend.address or entry.family, frontend.port, entry.protocol
                 owner = self._owner[key]
                 if owner != name:
-                    losses[f"{_claim_text(entry, frontend)} belongs to {owner}"] = owner
+                    where = f"{frontend.port} on IPv{entry.family}"
+                    if frontend.address is not None:
+                        where = socket_text(frontend.address, frontend.port)
+                    claim = f"{frontend.kind.value} {where} {entry.protocol.name} of {entry.name}"
+                    losses[f"{claim} belongs to {owner}"] = owner
                 else:
                     kept.append(frontend)
             if len(kept) == len(entry.frontends):
@@ -299,11 +303,3 @@ def _with_frontends(entry: Entry, frontends: list[Frontend]) -> Entry:
         ),
         backend_sets=tuple([entry.backend_sets[index] for index in used]),
     )
-
-
-def _claim_text(entry: Entry, frontend: Frontend) -> str:
-    if frontend.address is None:
-        where = f"{frontend.port} on IPv{entry.family}"
-    else:
-        where = socket_text(frontend.address, frontend.port)
-    return f"{frontend.kind.value} {where} {entry.protocol.name} of {entry.name}"

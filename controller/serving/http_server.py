@@ -169,7 +169,11 @@ class HttpServer:
                 accepted, _ = await self._loop.sock_accept(listening)
             except OSError as error:
                 if error.errno in EXHAUSTED:
-                    self._note_exhaustion(error)
+                    now = self._loop.time()
+                    if now - self._exhaustion_reported >= REPORT_SECONDS:
+                        self._exhaustion_reported = now
+                        log.warning("connections to pages and health checks wait: %s", told(error))
+                    self._end_oldest(max(1, len(self.connections) // 4))
                     await asyncio.sleep(REST_SECONDS)  # the socket stays readable: to try at once would never end
                 continue  # otherwise that one connection has failed already (accept(2))
             self._begin(key, accepted)
@@ -186,14 +190,6 @@ class HttpServer:
         self.connections.pop(connection, None)
         if not connection.cancelled() and (error := connection.exception()) is not None:
             log.error("a connection to a page failed", exc_info=error)
-
-    def _note_exhaustion(self, error: OSError) -> None:
-        """Report, once in a while, that nothing more can be accepted, and close a quarter of the connections."""
-        now = self._loop.time()
-        if now - self._exhaustion_reported >= REPORT_SECONDS:
-            self._exhaustion_reported = now
-            log.warning("connections to pages and health checks wait: %s", told(error))
-        self._end_oldest(max(1, len(self.connections) // 4))
 
     def _end_oldest(self, count: int) -> None:
         for connection in list(self.connections)[: max(0, count)]:

@@ -223,20 +223,14 @@ def datagram_flows(*tables: ServiceTable, names: Collection[str] | None = None) 
     services = ListedLater(lambda: {key: None for table in tables for key in frontends(table, DATAGRAMS, names)})
     entries = [entry for table in tables for entry in table.entries(names) if entry.protocol in DATAGRAMS]
     kinds = {(entry.family, int(entry.protocol)) for entry in entries}  # of the flows to dump
-    own = {address for table in tables for address in table.node.addresses}
-    return _with_unbound(translated_keys(services, sorted(kinds)), own)
-
-
-def _with_unbound(keys: frozenset[FlowKey], own: Iterable[str]) -> frozenset[FlowKey]:
-    """Adds the keys that unbound sockets of this node have for the same flows.
-
-    To an address on kube-proxy's device, the node sends from that very address.
-    """
-    packed = {ip_address(address).packed for address in own}
+    own = {ip_address(address).packed for table in tables for address in table.node.addresses}
+    keys = translated_keys(services, sorted(kinds))
+    # Unbound sockets of this node have other keys for the same flows: to an address on kube-proxy's device, the node
+    # sends from that very address.
     return keys | {
         key._replace(saddr=bytes(len(key.saddr)))
         for key in keys
-        if key.protocol == Protocol.UDP and (key.saddr in packed or key.saddr == key.daddr)
+        if key.protocol == Protocol.UDP and (key.saddr in own or key.saddr == key.daddr)
     }
 
 

@@ -289,8 +289,14 @@ class Plan:
             FullError: a map has no room. Nothing was planned.
         """
         same_settings = old is not None and old.rows.settings == rows.settings
-        if not same_settings:
-            self._check_room(entry, rows, old)
+        if not same_settings:  # old and new ones must fit together: new ones are added before old ones go
+            settings, former = rows.settings, None if old is None else old.rows.settings
+            # Each frontend may need an entry for its address, too.
+            frontends, ranges = 2 * len(settings.frontends), len(settings.source_ranges)
+            if former is not None:
+                frontends *= settings.frontends != former.frontends
+                ranges *= settings.source_ranges != former.source_ranges
+            self.pools.check_room(entry.family, frontends, ranges)
         # A port that a former process installed keeps its numbers. All of its rows are written again.
         before = self.adopt(rows) if old is None and self.adopt is not None else old
         port = self._numbered(key, entry, rows, before)
@@ -349,16 +355,6 @@ class Plan:
             (number, backend.weight) for number, backend in zip(port.ids, port.rows.members, strict=True)
             if number not in former or former[number].weight != backend.weight
         ]  # fmt: skip
-
-    def _check_room(self, entry: Entry, rows: Rows, old: Installed | None) -> None:
-        """Check that old and new frontends and source ranges fit together: new ones are added before old ones go."""
-        settings, former = rows.settings, None if old is None else old.rows.settings
-        # Each frontend may need an entry for its address, too.
-        frontends, ranges = 2 * len(settings.frontends), len(settings.source_ranges)
-        if former is not None:
-            frontends *= settings.frontends != former.frontends
-            ranges *= settings.source_ranges != former.source_ranges
-        self.pools.check_room(entry.family, frontends, ranges)
 
     def _take_slots(
         self, key: EntryKey, rows: Rows, ids: array[int], before: Installed | Adopted | None
