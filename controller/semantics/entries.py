@@ -214,7 +214,9 @@ def entries(
         family = family_of(cluster_ip)
         mine = [s for s in slices if s.family == family]
         # True if every endpoint is simply ready: no readiness or hints to compare.
-        plain = not any(e.terminating or not e.ready or e.zone_hints or e.node_hints for s in mine for e in s.endpoints)
+        plain = not [
+            e for s in mine for e in s.endpoints if e.terminating or not e.ready or e.zone_hints or e.node_hints
+        ]
         weighs = bool(service.weights) or any(s.weight is not None for s in mine)
         vips = _Vips(service, cluster_ip, family, settings, network)
         place = _Place(settings.node_name, zone, vips.policy)

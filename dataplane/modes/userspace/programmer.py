@@ -45,13 +45,14 @@ STATUS_SECONDS: Final = 5.0
 class _ClientAddresses:
     """The policy routing of replies to clients' addresses, which backends see as their source, to this node.
 
-    `kept` are the families in which it works; in others backends see the node.
+    `kept` are the families in which it works; in others backends see the node. `changes` has reports of changed routing
+    rules and routes.
     """
 
     def __init__(self) -> None:
         self._possible = tuple(family for family in (4, 6) if transparent_works(family))
         self.kept = self._possible
-        self._changes = policy.watch()
+        self.changes = policy.watch()
 
     def route(self, mark: int) -> None:
         kept = []
@@ -79,13 +80,6 @@ class _ClientAddresses:
                 repaired += 1
                 log.warning("repaired: the routing rule of replies to clients' IPv%d addresses was gone", family)
         return repaired, more
-
-    def changed(self) -> bool:
-        """True if a routing rule or a route changed since the last call."""
-        return self._changes.discard()
-
-    def close(self) -> None:
-        self._changes.close()
 
 
 class _Known(NamedTuple):
@@ -283,7 +277,7 @@ class Userspace(NetfilterMode):
         wrong = []
         if self._lost.is_set():
             wrong.append("the relay's process had ended")
-        due = self._addresses.changed() or self._clock() >= self._audit_at
+        due = self._addresses.changes.discard() or self._clock() >= self._audit_at
         if self._touched.is_set() or (due and not self.monitoring.is_set()):
             self._touched.clear()
             wrong += self._drift()
@@ -386,7 +380,7 @@ class Userspace(NetfilterMode):
             with contextlib.suppress(DataplaneError):
                 self.client.ask(m.End(), m.Done)
         self.client.close()
-        self._addresses.close()
+        self._addresses.changes.close()
         self._kernel.close()
 
 
