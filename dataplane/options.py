@@ -104,8 +104,8 @@ class Limits(Section, frozen=True):
         "same value on all nodes", integer(1, 65_521), "max-ring"
     )] = 16_381
     flows: Annotated[int, _room(
-        "Entries of the tables of flows, two for each flow, in each address family; 0: by the node's memory, one for "
-        "each 48 KiB, a power of two from 65,536 to 1,048,576", integer(0, 1 << 26), "max-flows"
+        "Entries of the tables of flows, two for each flow, in each address family; any number is taken. 0: by the "
+        "node's memory, one for each 48 KiB, a power of two from 65,536 to 1,048,576", integer(0, 1 << 26), "max-flows"
     )] = 0
 
 

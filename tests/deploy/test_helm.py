@@ -204,6 +204,8 @@ def test_the_notes_of_a_phase_name_its_objects(phase: str) -> None:
     ("Mode=nftables",                               "additional properties 'Mode' not allowed"),
     ("strictMode=maybe",                            "at '/strictMode': got string, want null or boolean"),
     ("clusterCIDR=10.244.0.0",                      "at '/clusterCIDR': '10.244.0.0' does not match"),
+    *((f"clusterCIDR={value}",                      f"at '/clusterCIDR': '{value}' does not match")
+      for value in ("10.244.0.0/33", "fd00::/129", "10.244.0.0/64")),
     ("hybridProxyConfiguration.ebpf.maxServices=7", "at '/hybridProxyConfiguration/ebpf': additional properties"),
     ("kubeProxyConfiguration.conntrack.min=many",   "at '/kubeProxyConfiguration/conntrack/min': got string, want"),
     ("kubeProxyConfiguration.iptables.masqueradeBit=32", "/masqueradeBit': maximum: got 32, want 31"),
@@ -223,6 +225,8 @@ def test_the_notes_of_a_phase_name_its_objects(phase: str) -> None:
       for value in ("mode=nftables", "strictMode=false", "clusterCIDR=10.0.0.0/8",
                     "kubeProxyConfiguration.metricsBindAddress=0.0.0.0:1", "hybridProxyConfiguration.strictMode=true")),
     ("image.repository=",                           "at '/image/repository': minLength: got 0, want 1"),
+    *((f"image.repository={value}",                 f"at '/image/repository': '{value}' does not match")
+      for value in ("reg/x:1.0", "x:1.0", "reg:5000/x@sha256:7")),
     ("image.tag=12345678",                          "--set-string image.tag="),
     ("apiServer=,kubeProxyConfigMap=kube-proxy",    "is not in namespace default: add --namespace kube-system"),
     ("image.tag=a:1",                               "at '/image/tag': 'a:1' does not match"),
