@@ -8,12 +8,12 @@
 set -u
 missing=0
 
-# check WORDS COMMAND...: the command succeeds where this machine has it.
+# check "WORDS (HINT)" COMMAND...: the command succeeds where this machine has it; otherwise the hint says what to do.
 check() {
     words=$1
     shift
     if "$@" >/dev/null 2>&1; then
-        echo "✓ $words"
+        echo "✓ ${words%% (*}"
     else
         echo "✗ $words"
         missing=1
