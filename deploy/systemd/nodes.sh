@@ -12,8 +12,8 @@
 # takeover and cleanup begin on all nodes at once, because each may wait long for open flows, and the others on AT_ONCE (10).
 # install begins on no more nodes after it has failed on one. It takes the wheel and requirements.txt from the folder RELEASE
 # (.), NODE.conf from the folder KUBECONFIGS (.), and the configuration CONFIG (deploy/base/config.conf). A node keeps the
-# configuration that it has, and says so where that is another; without NODE.conf it keeps its kubeconfig. Where RELEASE has
-# a folder `wheels`, all Python packages come from there, and no package index is asked.
+# configuration that it has, and says so where that is another; with REPLACE=yes it gets CONFIG. Without NODE.conf it keeps
+# its kubeconfig. Where RELEASE has a folder `wheels`, all Python packages come from there, and no package index is asked.
 # remove leaves what the agent programmed, which serves on until the next boot; with CLEANUP=yes it removes that first.
 # Exit code 1: it failed on a node, or no Ready node has the label. LONGEST is how many seconds it waits for a proxy, DRAIN
 # how many for open flows (default of cleanup: until the last one is over; of remove: 3, or 0 where no other proxy is),
@@ -21,7 +21,7 @@
 set -eu
 : "${LOGIN:=root}" "${LONGEST:=600}" "${DRAIN:=}" "${METRICS:=http://127.0.0.1:10249/metrics}"
 here=$(dirname "$0")
-: "${AT_ONCE:=10}" "${RELEASE:=.}" "${KUBECONFIGS:=.}" "${CONFIG:=$here/../base/config.conf}" "${CLEANUP:=no}"
+: "${AT_ONCE:=10}" "${RELEASE:=.}" "${KUBECONFIGS:=.}" "${CONFIG:=$here/../base/config.conf}" "${CLEANUP:=no}" "${REPLACE:=no}"
 new=/opt/hybrid-proxy/new
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
@@ -66,7 +66,7 @@ install_all() {
         [ ! -e "$each" ] || install -m 600 "$each" /etc/hybrid-proxy/kubeconfig.conf
     done
     [ -e /etc/hybrid-proxy/kubeconfig.conf ] || { echo "neither a kubeconfig, nor NODE.conf for it"; return 1; }
-    [ -e /etc/hybrid-proxy/config.conf ] || install -m 600 config.conf /etc/hybrid-proxy/
+    if [ "$REPLACE" = yes ] || [ ! -e /etc/hybrid-proxy/config.conf ]; then install -m 600 config.conf /etc/hybrid-proxy/; fi
     cmp -s config.conf /etc/hybrid-proxy/config.conf || echo "keeps its own /etc/hybrid-proxy/config.conf"
     install -D -m 644 -t /etc/systemd/system hybrid-proxy.service
     systemctl daemon-reload
@@ -129,7 +129,7 @@ case "$step" in
         [ ! -d "$RELEASE/wheels" ] || cp -r "$RELEASE/wheels" "$folder/files"
         ;;
 esac
-{ printf 'step=%s new=%s LONGEST=%s DRAIN=%s METRICS=%s CLEANUP=%s\n' "$step" "$new" "$LONGEST" "$DRAIN" "$METRICS" "$CLEANUP"; cat "$folder/steps"; } >"$folder/script"
+{ printf 'step=%s new=%s LONGEST=%s DRAIN=%s METRICS=%s CLEANUP=%s REPLACE=%s\n' "$step" "$new" "$LONGEST" "$DRAIN" "$METRICS" "$CLEANUP" "$REPLACE"; cat "$folder/steps"; } >"$folder/script"
 # On one node: its files, if there are any, and the step.
 cat >"$folder/reach" <<'REACH'
 reach() { ssh -o BatchMode=yes "$LOGIN@$node" "$shell$1" 2>&1; }

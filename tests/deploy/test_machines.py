@@ -52,8 +52,9 @@ def test_nothing_of_a_service_stays(tmp_path: Path) -> None:
     nodes(cluster, "node-1", "node-2")
     before = {plural: set(items) for plural, items in cluster.objects.items()}
     look = "find /etc /opt /usr/local -newer /proc/1/cmdline -path '*hybrid*' | sort"
-    ssh = '[ "$3" = root@node-1 ] || exit 255\nshift 3; exec sh -c "$*"'
-    tools = {"systemctl": "", "kubeadm": KUBECONFIG, "ssh": ssh}
+    ssh = '[ "$3" = ${LOGIN:-root}@node-1 ] || exit 255\nshift 3; exec sh -c "$*"'
+    sudo = '[ "$LOGIN $1" = "admin -n" ] || exit 1\nshift; : >/etc/sudo-is-used; exec "$@"'
+    tools = {"systemctl": "", "kubeadm": KUBECONFIG, "ssh": ssh, "sudo": sudo}
     with Machine("node", tmp_path, cluster.url, tools) as node:
         links = re.findall(r"^(?:mkdir -p /usr|ln -sf /opt)/.*$", release.PAGE.read_text(), re.MULTILINE)
         assert len(links) == 3
@@ -68,11 +69,11 @@ def test_nothing_of_a_service_stays(tmp_path: Path) -> None:
         first = given(node.run("cat /etc/hybrid-proxy/kubeconfig.conf"))
         of_node = {"--client-name": "hybrid-proxy:node-1", "--org": "hybrid-proxy:nodes", "--validity-period": "720h"}
         assert of_node.items() <= first.items()
-        assert "--client-name hybrid-proxy:node-2 " in node.run("cat node-2.conf")
+        assert "--client-name hybrid-proxy:node-2 " in node.run("cat ../kubeconfigs/node-2.conf")
         (bound,) = cluster.objects["clusterrolebindings"]["hybrid-proxy-nodes"]["subjects"]
         assert (bound["kind"], bound["name"]) == ("Group", of_node["--org"])
         node.run("echo old >/etc/hybrid-proxy/kubeconfig.conf")
-        renewal = ". /etc/hybrid-proxy/nodes; export LABEL NODES GROUP; $(sed -n s/^ExecStart=//p {})"
+        renewal = ". /etc/hybrid-proxy/nodes; export LABEL NODES GROUP LOGIN; $(sed -n s/^ExecStart=//p {})"
         unit = renewal.format("/etc/systemd/system/hybrid-proxy-kubeconfig.service")
         assert "node-2 has no new credentials" in node.run(f"{unit} && exit 1; true")
         look_at = "stat -c %a /etc/hybrid-proxy/kubeconfig.conf; cat /etc/hybrid-proxy/kubeconfig.conf"
@@ -82,6 +83,10 @@ def test_nothing_of_a_service_stays(tmp_path: Path) -> None:
         other = {"--org": "hybrid-proxy:nodes-2"}
         node.run(f"echo GROUP={other['--org']} >>/etc/hybrid-proxy/nodes; {unit} || true")
         assert (of_node | other).items() <= given(node.run(look_at)).items()
+        node.run(
+            f"echo LOGIN=admin >>/etc/hybrid-proxy/nodes; echo old >/etc/hybrid-proxy/kubeconfig.conf; {unit} || true"
+        )
+        assert node.run(f"{look_at}; rm /etc/sudo-is-used").startswith("600\nserver: ")
         for asked, said in (("NODES=node-3", "node-3 has no new"), ("NODES= LABEL=a=b", "no node has the label a=b")):
             told = node.run(f"echo '{asked}' | tr ' ' '\\n' >>/etc/hybrid-proxy/nodes; {unit} 2>&1 && exit 1; true")
             assert said in told
@@ -137,7 +142,10 @@ def test_one_command_installs_and_upgrades_many_nodes(tmp_path: Path) -> None:
         variables = {"AT_ONCE": "1"}
         said = node.run(f"{install} && exit 1; true", **variables)
         assert said.count("neither a kubeconfig") == 1, "it goes on after a failure"
-        node.run("for n in 1 2 3; do echo kubeconfig $n >node-$n.conf; done; rm /etc/log; echo clusterCIDR >site.conf")
+        node.run(
+            "mkdir ../kubeconfigs; for n in 1 2 3; do echo kubeconfig $n >../kubeconfigs/node-$n.conf; done; "
+            "rm /etc/log; echo clusterCIDR >site.conf"
+        )
         said = node.run(install, CONFIG="site.conf", **variables)
         assert re.findall("^(.*): installed$", said, re.MULTILINE) == sorted(cluster.objects["nodes"])
         assert "keeps its own" not in said
@@ -152,11 +160,15 @@ def test_one_command_installs_and_upgrades_many_nodes(tmp_path: Path) -> None:
         same = "cmp /etc/systemd/system/hybrid-proxy.service deploy/systemd/hybrid-proxy.service; hybrid-proxy status"
         assert node.run(same) == "OK: status\n"
         # An upgrade.
-        node.run("rm node-* /etc/log; touch /etc/runs; echo own >/etc/hybrid-proxy/config.conf")
+        node.run("rm ../kubeconfigs/* /etc/log; touch /etc/runs; echo own >/etc/hybrid-proxy/config.conf")
         said = node.run(install, **variables)
         assert (said.count(": OK: status\n"), said.count(": keeps its own /etc/hybrid-proxy/config.conf\n")) == (3, 3)
         assert node.run("cat /etc/hybrid-proxy/*.conf").splitlines() == ["own", "kubeconfig 3"]
         assert node.run("cat /etc/log").count("daemon-reload\nis-active -q hybrid-proxy\nrestart hybrid-proxy\n") == 3
+        said = node.run(install, CONFIG="site.conf", REPLACE="yes", **variables)
+        assert "keeps its own" not in said
+        assert node.run("cat /etc/hybrid-proxy/*.conf").splitlines() == ["clusterCIDR", "kubeconfig 3"]
+        node.run("rm /etc/log")
         node.run(f"sed -i s/127.0.0.2/127.0.0.9/ /etc/hosts; : >{SSHD_LOG}")  # where nobody listens
         said = node.run(f"{install} && exit 1; true", **variables)
         assert re.findall("^(.*): (?:OK|FAILED)", said, re.MULTILINE) == ["node-1", "node-2"]
@@ -207,7 +219,7 @@ def test_a_node_without_a_package_index_is_installed_and_nothing_stays(tmp_path:
         write_wheel(release, f"hybrid_proxy-0.1.0-cp311-abi3-manylinux_2_17_{os.uname().machine}", ours)
         fill = lines("docs/operations.md", "service", "wheels")
         node.run(f"cd {release}; {fill}", PIP_NO_INDEX="yes", PIP_FIND_LINKS=str(index))
-        node.run("touch /var/lib/before; echo kubeconfig >node-1.conf")
+        node.run("touch /var/lib/before; mkdir ../kubeconfigs; echo kubeconfig >../kubeconfigs/node-1.conf")
         install = lines("docs/operations.md", "service", "all")
         assert node.run(install) == "node-1: installed\n"
         assert "pinned" in node.run("/opt/hybrid-proxy/bin/pip list")

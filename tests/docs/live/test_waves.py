@@ -257,6 +257,11 @@ nodePortAddresses: [10.0.0.0/8]
     assert yaml.safe_load(file.read_text()) == expected
     loaded = configfile.load(file, {}).config.kube_proxy
     assert (loaded.cluster_cidr, loaded.node_port_addresses) == (("10.244.0.0/16",), ("10.0.0.0/8",))
+    assert configfile.load(file, {}).config.mode == "nftables"
+    (block,) = blocks(PAGE, "sh", "config", "auto")
+    walk.shell("\n".join(block.lines))
+    auto = configfile.load(file, {}).config
+    assert (auto.mode, auto.kube_proxy.cluster_cidr) == ("auto", ("10.244.0.0/16",))
 
 
 def exported(ill: str, minute: int) -> str:
