@@ -24,9 +24,9 @@ _MARKS: Final = re.compile(
 _WORD: Final = re.compile(r"[\w.:]+")
 _COUNTER: Final = re.compile(r"counter packets (\d+) bytes \d+")
 _ALL: Final = re.compile(r"counter packets (\d+) bytes \d+(?: comment .*)?")  # a rule that only counts
-_JUMP: Final = re.compile(r"\b(?:jump|goto) (\S+)")
-_SAVED: Final = re.compile(r"(?:\[(\d+):\d+\] )?-A (\S+)(.*)")
-_POLICY: Final = re.compile(r":(\S+) (\w+)(?: \[(\d+):\d+\])?")
+JUMP: Final = re.compile(r"(?:^|\s)(?:jump|goto|-[jg]) (\S+)")
+_SAVED: Final = re.compile(r"(?:\[(\d+):\d+\] )?-A (\S+) (.*)")
+_POLICY: Final = re.compile(r":(\S+) (\w+|-)(?: \[(\d+):\d+\])?")
 _HANDLE: Final = re.compile(r" # handle (\d+)$")  # of what `nft -a` lists
 DSTNAT: Final = -100  # priority at which modes translate
 _CONNTRACK: Final = -200  # and at which flows are tracked, unless a rule before has said no
@@ -35,10 +35,10 @@ _PRIORITIES: Final = {"raw": -300, "mangle": -150, "filter": 0, "security": 50} 
 _SET: Final = re.compile(r"(?:\{ |@\S+\()(.*?)(?: \}|\))")
 _SAID: Final = re.compile(r'-m \S+( --comment ("([^"\\]|\\.)*"|\S+))?')  # a match of iptables, and what says nothing
 FIELDS: Final = ("saddr", "sport", "daddr", "dport", "l4proto")  # of packets, as rules name them
-_IDLE: Final = frozenset({"ip", "ip6", "th", "meta", "ct", "counter", "-j"})
+_IDLE: Final = frozenset({"ip", "ip6", "th", "meta", "ct", "counter", "-j", "return", "RETURN"})
 _OPTIONS: Final = {  # of iptables, in nft's words
     "-s": "saddr", "-d": "daddr", "-p": "l4proto", "-i": "iifname", "-o": "oifname", "--ctstate": "state",
-    "--sport": "sport", "--sports": "sport", "--dport": "dport", "--dports": "dport",
+    "--state": "state", "--sport": "sport", "--sports": "sport", "--dport": "dport", "--dports": "dport",
 }  # fmt: skip
 
 
@@ -65,6 +65,7 @@ class Rule(msgspec.Struct, frozen=True):
     handle: str = ""  # nft's number for it
     priority: int = DSTNAT  # of the first base chain that leads to it
     detour: Detour | None = None  # of what it marks
+    before: tuple[str, ...] = ()  # rules before it in its chain that accept, return, or lead to a chain that may
 
     @property
     def mark(self) -> int | None:
@@ -89,6 +90,10 @@ class Rule(msgspec.Struct, frozen=True):
     def spares(self) -> bool:
         """It drops nothing, and keeps packets from being translated."""
         return self.mark is None and bool(_SPARES.search(self.text))
+
+    def misses(self, packet: Mapping[str, str], *, surely: bool = True) -> bool:
+        """Return whether a rule before it in its chain takes a packet away from it; not `surely`: whether one may."""
+        return any(takes(text, packet, surely=surely) for text in self.before)
 
     def __str__(self) -> str:
         to = self.detour
@@ -118,6 +123,7 @@ class _Chain(msgspec.Struct):
     priority: int = DSTNAT
     ends: list[Rule] = msgspec.field(default_factory=list)
     leads_to: set[str] = msgspec.field(default_factory=set)
+    passes: list[str] = msgspec.field(default_factory=list)  # rules so far that accept, return, or lead elsewhere
     policy: str = ""  # if it drops
     left: int | None = None  # packets that the last rule counted, if it does nothing else: what the policy gets
 
@@ -126,7 +132,7 @@ class _Chain(msgspec.Struct):
         if verdict == "accept" and led:
             return
         count, away = int(packets) if packets else None, verdict in _AWAY
-        self.ends.append(Rule(self.table, self.name, (), " ".join(text.split()), count, away, handle=handle))
+        self.ends.append(Rule(self.table, self.name, (), text, count, away, handle=handle, before=(*self.passes,)))
 
 
 def of_nft(text: str, filters: Iterable[BaseChain]) -> tuple[Rule, ...]:
@@ -172,6 +178,8 @@ def of_iptables(text: str, family: str) -> tuple[Rule, ...]:
             chain = chains.setdefault(found[2], _Chain(table, found[2]))
             if _ENDS.fullmatch(to) or _SPARES.search(found[3]) or _MARKS.search(found[3]):
                 chain.end(to.lower(), found[3], found[1])
+            if to in ("ACCEPT", "RETURN") or (to in chains and is_foreign(to) and not to.startswith("KUBE-")):
+                chain.passes.append(" ".join(_SAID.sub("", found[3]).split()))
             chain.leads_to.add(to)
     return tuple(_rules(chains.values()))
 
@@ -187,18 +195,18 @@ def takes(text: str, packet: Mapping[str, str], *, surely: bool = True) -> bool:
             word = words.pop(0)
         if word in ("ip", "ip6") and (":" in packet["daddr"]) is (word == "ip"):
             return False
-        if word in packet and words:
+        if word in packet and words and words[0] != "vmap":
             named, value = True, words.pop(0)
             if value == "!=" and words:
                 value = words.pop(0)
                 unlike = not value.startswith("not-")  # behind it is the client that a set has not: see `read_rules`
                 value = value.removeprefix("not-")
-            known = packet[word] and not value.startswith("@")  # of a set no elements are read
-            if any(_covers(one, packet[word]) for one in value.split(",")) is unlike or (unlike and not known):
+            covered = any(_covers(one, packet[word]) for one in value.split(","))
+            if surely if value[0] == "@" else covered is unlike or (unlike and not packet[word]):  # a set is not read
                 return False
         elif surely and (unlike or (word not in _IDLE and word != packet["l4proto"])):
             return False
-    return named or not surely
+    return named or not surely or text.lower().endswith(("accept", "return"))
 
 
 def _covers(value: str, actual: str) -> bool:
@@ -220,7 +228,9 @@ def _read_nft(chain: _Chain, line: str, handle: str) -> None:
     if end := _ENDS.search(bare) or _MARKS.search(bare) or _SPARES.search(bare.rstrip()):
         counter = _COUNTER.search(bare)
         chain.end(end[1], _COUNTER.sub("counter", line), counter and counter[1], handle)
-    chain.leads_to.update(_JUMP.findall(bare))
+    chain.leads_to.update(jumps := JUMP.findall(bare))
+    if (jumps and all(map(is_foreign, jumps))) or "accept" in bare or "return" in bare:
+        chain.passes.append(_COUNTER.sub("counter", line.partition(' comment "')[0]))
 
 
 def _rules(chains: Iterable[_Chain]) -> Iterator[Rule]:
@@ -233,7 +243,8 @@ def _rules(chains: Iterable[_Chain]) -> Iterator[Rule]:
                 bases.setdefault((chain.table, name), []).append(chain)
     for chain in known:
         if by := bases.get((chain.table, chain.name)):
-            policy = [Rule(chain.table, chain.name, (), chain.policy, chain.left)] * bool(chain.policy)
+            accepts = tuple(text for text in chain.passes if not text.lower().endswith("return"))  # to the policy
+            policy = [Rule(chain.table, chain.name, (), chain.policy, chain.left, before=accepts)] * bool(chain.policy)
             at = tuple(sorted({base.hook for base in by}))
             first = min(base.priority for base in by)
             # What is accepted meets the chains behind all the same, but for those that this one leads to.

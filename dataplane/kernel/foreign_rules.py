@@ -18,7 +18,7 @@ from typing import Final
 import msgspec
 
 from hybrid_proxy.dataplane.base_chains import BaseChain, is_foreign
-from hybrid_proxy.dataplane.firewall_rules import Rule, of_iptables, of_nft
+from hybrid_proxy.dataplane.firewall_rules import JUMP, Rule, of_iptables, of_nft
 from hybrid_proxy.dataplane.kernel import links
 from hybrid_proxy.dataplane.kernel import netlink as nl
 from hybrid_proxy.dataplane.kernel.links import GET_RULE, RTA_PRIORITY, read_routes
@@ -30,7 +30,6 @@ from hybrid_proxy.dataplane.kernel.xtables import Xtables, XtablesError, legacy_
 _GET_CHAIN: Final = 4
 _TABLE, _NAME, _HOOK, _POLICY, _USE, _TYPE, _COUNTERS = 1, 3, 4, 5, 6, 7, 8
 _NUMBER, _PRIORITY, _PACKETS = 1, 2, 2
-_DROP: Final = 0
 
 _IP_HOOKS: Final = ("prerouting", "input", "forward", "output", "postrouting", "ingress")  # linux/netfilter.h
 _FAMILIES: Final = {1: "inet", 2: "ip", 10: "ip6", 7: "bridge", 5: "netdev"}
@@ -40,7 +39,6 @@ _PATIENCE: Final = 20  # a long list of chains that changes all the time takes a
 MOST_TABLES: Final = 32
 MOST_CHAINS: Final = 64
 _ASKED: Final = re.compile(r"addr (?:!= )?@([\w.-]+) ")
-_LEADS_TO: Final = re.compile(r"\b(?:jump|goto) (\S+)")
 _PROXIES: Final = ("HP-", "KUBE-")  # their rules that redirect name no address of a Service
 TABLES: Final = ("filter", "mangle", "raw", "security", "nat")  # iptables' own
 TOOL_SECONDS: Final = 3.0
@@ -117,7 +115,7 @@ def _led_to(at: list[str], names: list[str]) -> str:
         name = todo.pop(0)
         with contextlib.nullcontext() if name in names else contextlib.suppress(OSError):  # a comment names anything
             texts[name] = _listed("chain", *at, name)
-            todo += [to for to in _LEADS_TO.findall(texts[name]) if to not in texts and not to.startswith(_PROXIES)]
+            todo += [to for to in JUMP.findall(texts[name]) if to not in texts and not to.startswith(_PROXIES)]
     return "\n".join(texts.values())
 
 
@@ -241,7 +239,7 @@ def _chains(bodies: list[bytes], family: str) -> Iterator[BaseChain]:
             type=kind,
             hook=hooks[number] if number < len(hooks) else str(number),
             rules=int.from_bytes(chain.get(_USE, b""), "big"),
-            drops=int.from_bytes(chain.get(_POLICY, b"\1"), "big") == _DROP,
+            drops=not int.from_bytes(chain.get(_POLICY, b"\1"), "big"),  # NF_DROP is 0
             packets=int.from_bytes(counters[_PACKETS], "big") if _PACKETS in counters else None,
             priority=int.from_bytes(at[_PRIORITY], "big", signed=True),
         )

@@ -2435,6 +2435,52 @@ def test_a_rule_is_on_the_way_of_a_client_outside_where_it_takes_its_packets(
     assert met[0][0] == ("ok" if answers else "warning")
 
 
+ALLOWING = "table inet somebody {{ chain c {{ type filter hook forward priority 0 ; {} ; }} ; }}"
+ACCEPTS, DROPS = (
+    f"ip saddr 192.168.{part} tcp dport 8080 {end}" for part, end in (("77.0/24", "accept"), ("0.0/16", "drop"))
+)
+OTHER = "} ; chain d { type filter hook forward priority 1 ; "
+
+
+@only_in("ebpf", "nftables", "iptables")
+@pytest.mark.parametrize(
+    ("rules", "answers", "said"),
+    [(f"{ACCEPTS} ; {DROPS}", True, ""), (f"{DROPS} ; {ACCEPTS}", False, "is probably blocked"),
+     (f"{ACCEPTS} ; {OTHER}{DROPS}", False, "is probably blocked"),
+     (f"meta length 1-9000 {ACCEPTS} ; {DROPS}", True, "may be blocked")],
+    ids=["before", "behind", "of another chain", "perhaps"],
+)  # fmt: skip
+def test_a_rule_does_not_block_what_an_earlier_one_of_its_chain_accepts(
+    clinic: Clinic, rules: str, answers: bool, said: str
+) -> None:
+    clinic.put(*PODS, **LOCAL)
+    with clinic.rules("node", ALLOWING.format(rules)):
+        with clinic.lab.socket("client") as client:
+            client.settimeout(bound(2))
+            answered = not client.connect_ex(("192.168.77.2", NODE_PORT))
+        found = clinic.doctor(*CLIENT)[1]
+    assert answered is answers
+    assert [each.text.partition(": ")[0] for each in found.findings if each.cause == "firewall"] == (
+        [f"192.168.77.2:{NODE_PORT} {said}"] if said else []
+    ), found
+
+
+@only_in("ebpf", "nftables", "iptables")
+@pytest.mark.parametrize("allows", [True, False], ids=["allow-list", "nothing allowed"])
+def test_the_policy_of_an_allow_list_is_not_blamed_for_what_the_list_accepts(clinic: Clinic, allows: bool) -> None:
+    rules = (
+        "ct state established,related accept ; ip saddr 10.77.1.0/24 accept"
+        if allows
+        else "ct state established accept"
+    )
+    with clinic.rules(
+        "node", ALLOWING.format(f"policy drop ; {rules} ; {OTHER}meta length 1-9000 tcp dport 8080 drop")
+    ):
+        found = clinic.doctor(NAME)[1]
+    assert ["policy drop" in each.text for each in found.findings if each.cause == "firewall"] == [not allows], found
+    assert ["tcp dport 8080 drop" in each.text for each in found.findings if each.cause == "firewall"] == [True], found
+
+
 def test_a_namespace_has_a_line_for_each_service(clinic: Clinic) -> None:
     """What is broken comes first, then the names in order; one pod is the client of all."""
     broken = "shop/many"

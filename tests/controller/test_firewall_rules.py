@@ -66,12 +66,13 @@ COMMIT
 
 
 def test_nftables_rules_that_packets_get_to_and_that_drop_them() -> None:
+    first, second = "ct state established accept", "ip saddr 10.0.0.1 counter accept"
     assert of_nft(NFT, FILTERS) == (
-        Rule("inet fw", "f", ("forward",), "policy drop", None, priority=0),
+        Rule("inet fw", "f", ("forward",), "policy drop", None, priority=0, before=(first, second, "jump other")),
         Rule("inet fw", "f", ("forward",), "ct state invalid counter drop", 5, priority=0),
-        Rule("inet fw", "f", ("forward",), "tcp dport 9 reject with tcp reset", None, priority=0),
+        Rule("inet fw", "f", ("forward",), "tcp dport 9 reject with tcp reset", None, priority=0, before=(first,)),
         Rule("inet fw", "other", ("forward",), 'tcp dport 7 counter drop comment "hi"', 3, priority=0),
-    )
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize(("hook", "priority", "late"), [
@@ -87,7 +88,8 @@ def test_a_rule_has_its_number_and_its_place(hook: str, priority: int, late: boo
 
 def test_legacy_rules_with_their_counters() -> None:
     assert of_iptables(LEGACY, "ip") == (
-        Rule("ip filter (legacy)", "FORWARD", ("forward",), "policy DROP", 7, priority=0),
+        Rule("ip filter (legacy)", "FORWARD", ("forward",), "policy DROP", 7, priority=0,
+             before=("-j ACCEPT", "-p tcp --dport 80 -j CNI")),
         Rule(
             "ip filter (legacy)", "CNI", ("forward",),
             "-s 10.0.0.0/8 -j REJECT --reject-with icmp-port-unreachable", 6, priority=0,
@@ -103,7 +105,7 @@ def test_what_a_rule_counted_between_two_looks() -> None:
 
 def test_a_rule_at_the_end_that_only_counts_counts_for_the_policy() -> None:
     closed = NFT.replace("\t\tjump other\n", '\t\tjump other\n\t\tcounter packets 8 bytes 400 comment "rest"\n')
-    assert of_nft(closed, FILTERS)[0] == Rule("inet fw", "f", ("forward",), "policy drop", 8, priority=0)
+    assert (of_nft(closed, FILTERS)[0].text, of_nft(closed, FILTERS)[0].packets) == ("policy drop", 8)
     early = NFT.replace("\t\tjump other\n", "\t\tcounter packets 8 bytes 400\n\t\tjump other\n")
     assert of_nft(early, FILTERS)[0].packets is None
 
@@ -274,6 +276,38 @@ PACKET = {"saddr": "10.0.0.9", "daddr": "10.0.0.1", "sport": "", "dport": "8080"
 )
 def test_a_rule_takes_a_packet_by_what_it_says(text: str, wanted: bool) -> None:
     assert takes(text, PACKET) is wanted
+
+
+@pytest.mark.parametrize(
+    ("lines", "surely", "may"),
+    [(["ct state established,related accept", "ip saddr 10.0.0.0/24 accept"], True, True),
+     (["tcp dport 8080 counter packets 1 bytes 9 accept comment \"web\""], True, True),
+     (["counter packets 1 bytes 9 accept"], True, True), (["tcp dport 9 accept"], False, False),
+     (["ip saddr @friends accept"], False, True), (["iifname \"eth0\" tcp dport 8080 accept"], False, False),
+     (["iifname \"eth1\" tcp dport 8080 accept"], True, True),
+     (["oifname \"eth0\" tcp dport 8080 accept"], False, True),
+     (["jump friends"], False, True), (["ip saddr 10.1.0.0/16 jump friends"], False, False),
+     (["jump HP-FORWARD"], False, False), (["ct state vmap { established : accept, new : accept }"], False, True),
+     (["ip saddr 10.0.0.9 return"], False, False), (["tcp dport 8080 counter packets 1 bytes 9 drop"], False, False)],
+)  # fmt: skip
+def test_rules_before_the_policy_accept_a_packet_surely_or_perhaps(lines: list[str], surely: bool, may: bool) -> None:
+    base = BaseChain("inet x", "c", "filter", "forward", rules=1, drops=True, packets=None)
+    text = "\n".join(f"\t\t{line} # handle {number}" for number, line in enumerate(lines))
+    policy = of_nft(f"table inet x {{\n\tchain c {{\n{text}\n\t}}\n}}\n", [base])[0]
+    packet = PACKET | {"state": "new", "iifname": "eth1"}
+    assert (policy.misses(packet), policy.misses(packet, surely=False)) == (surely, may)
+
+
+@pytest.mark.parametrize(
+    ("lines", "missed"),
+    [("-A FORWARD -s 10.0.0.9/32 -m conntrack --ctstate NEW -j ACCEPT\n-A FORWARD -p tcp -j OWN", False),
+     ("-A FORWARD -j OWN\n-A OWN -s 10.0.0.9/32 -j RETURN", True),
+     ("-A FORWARD -j OWN\n-A OWN -s 10.0.0.8/32 -j RETURN", False), ("-A OWN -j ACCEPT\n-A FORWARD -j OWN", True)],
+)  # fmt: skip
+def test_which_packets_get_to_a_legacy_rule_of_a_chain_of_its_own(lines: str, missed: bool) -> None:
+    text = f"*filter\n:FORWARD ACCEPT [0:0]\n:OWN - [0:0]\n{lines}\n-A OWN -p tcp -m tcp --dport 8080 -j DROP\nCOMMIT\n"
+    (rule,) = of_iptables(text, "ip")
+    assert rule.misses(PACKET | {"state": "new"}) is missed
 
 
 @pytest.mark.parametrize("family", ["ip", "ip6"])

@@ -937,7 +937,7 @@ def _outside(facts: ServiceFacts, node: NodeFacts, to: str) -> Iterator[Finding]
     ebpf, before = _serving(node) == {"ebpf"}, BEFORE if _relays(node) else BEFORE - {"input"}
     own = [rule for rule in facts.rules if not (rule.away or rule.pod or rule.spares)]
     own = [rule for rule in own if facts.stranger or _END.search(rule.text)]
-    met, past = dict[Rule, str](), dict[Rule, str]()  # and where to
+    met, past, unsure = dict[Rule, str](), dict[Rule, str](), set[Rule]()  # and where to
     for port in facts.ports:
         inner = not facts.stranger or any(each.kind is not Kind.CLUSTER_IP for each in port.frontends)
         outer = [each for each in port.frontends if not inner or each.kind is not Kind.CLUSTER_IP]
@@ -955,10 +955,11 @@ def _outside(facts: ServiceFacts, node: NodeFacts, to: str) -> Iterator[Finding]
                 one = Tried("node", facts.stranger, "backend", socket_text(*end), port.protocol, "failed")
                 at = _end(one) if hooks is before and not facts.packet else to
                 found |= {rule: found.get(rule, at) for rule in there if _is_about(rule, one, facts)}
+                unsure |= {rule for rule in found if _passes(rule, [one], facts, surely=False)}
     who = facts.stranger or f"clients outside to {some([*dict.fromkeys(met.values())])}"
     if rules := sorted(met, key=lambda rule: _idle(rule, facts)):
         now = -_idle(rules[0], facts)[0]
-        text = f"{to} is probably blocked: " * bool(facts.packet)
+        text = f"{to} {'may be' if rules[0] in unsure else 'is probably'} blocked: " * bool(facts.packet)
         text += f"on the way of {who} {_verb(rules, 'is', 'are')} {some(list(map(str, rules)), '; ')}"
         text += f"; the first counted {several(now, 'packet')} just now" * (now > 0)
         options = f"--from {facts.stranger} " * bool(facts.stranger) + f"--to {met[rules[0]]}"
@@ -1045,7 +1046,8 @@ def _rules_at(facts: ServiceFacts, node: NodeFacts, failed: Sequence[Tried], rul
             return False
         # A chain may be used from several hooks, so the node's own connections and those of pods may meet one rule.
         hooked = bool(hooks) and not any(met.isdisjoint(rule.hooks) for met in ([OWN] if rule.pod else hooks))
-        return hooked and (not named or bool(named & ends))
+        hooked = hooked and (not named or bool(named & ends))
+        return hooked and (rule in facts.counted or not _passes(rule, failed, facts))
 
     return sorted(
         filter(may_be_met, rules), key=lambda rule: ({"forward", "output"}.isdisjoint(rule.hooks), _idle(rule, facts))
@@ -1081,18 +1083,31 @@ def _without_counter(facts: ServiceFacts, node: NodeFacts, failed: Sequence[Trie
     return [rule for rule in _rules_at(facts, node, failed, facts.rules) if rule.packets is None]
 
 
-def _is_about(rule: Rule, each: Tried, facts: ServiceFacts) -> bool:
-    """Return whether a rule takes the packets of a connection, or the answers, by what it says."""
-    # Where a process listens, a firewall rejects for sure: not all words of such a rule need be understood.
-    listens = each.outcome == "refused" and each.target.rpartition(":")[2] in facts.listening.get(each.end, ())
-    surely = not listens or _does(rule) != "rejects"
+def _passes(rule: Rule, failed: Iterable[Tried], facts: ServiceFacts, *, surely: bool = True) -> bool:
+    """Return whether one of these passes a rule for those before it; a service's address may be translated before."""
+    packets = [_packets_at(rule, each, facts) for each in failed if each.via == "backend"]
+    met = [[one for one in those if takes(rule.text, one, surely=False)] for those in packets]
+    return any(all(rule.misses(one, surely=surely) for one in those) for those in met if those)
+
+
+def _packets_at(rule: Rule, each: Tried, facts: ServiceFacts) -> list[dict[str, str]]:
+    """Return what a rule sees of a connection: the first packet, an answer, and the next packet."""
     ends, protocol = ((each.source, ""), (_host(each), each.target.rpartition(":")[2])), each.protocol.lower()
     packets = [dict(zip(FIELDS, (*start, *end, protocol), strict=True)) for start, end in (ends, ends[::-1])]
     if each.source == facts.stranger:
-        packets[0] |= {"state": "new", "iif": facts.stranger_at, "iifname": facts.stranger_at}
+        packets[0] |= {"iif": facts.stranger_at, "iifname": facts.stranger_at}
         packets[1] |= {"oif": facts.stranger_at, "oifname": facts.stranger_at}
+    packets = [packets[0] | {"state": "new"}, *(packet | {"state": "established"} for packet in packets[::-1])]
     own = {"daddr" if hook in BEFORE else "saddr" for hook in rule.hooks}  # a pod's is that of what enters, or leaves
-    packets = [one for one in packets if not rule.pod or any(one[name] in rule.pod for name in own)]
+    return [one for one in packets if not rule.pod or any(one[name] in rule.pod for name in own)]
+
+
+def _is_about(rule: Rule, each: Tried, facts: ServiceFacts) -> bool:
+    """Return whether a rule takes the packets of a connection, or the answers, by what it and those before it say."""
+    # Where a process listens, a firewall rejects for sure: not all words of such a rule need be understood.
+    listens = each.outcome == "refused" and each.target.rpartition(":")[2] in facts.listening.get(each.end, ())
+    surely, packets = not listens or _does(rule) != "rejects", _packets_at(rule, each, facts)
+    packets = [packet for packet in packets if not rule.misses(packet)]
     other = "ip " if each.target.startswith("[") else "ip6 "  # family, whose packets these rules do not meet
     return not rule.table.startswith(other) and any(takes(rule.text, packet, surely=surely) for packet in packets)
 
@@ -1104,7 +1119,9 @@ def _blamed(
     rule = rules[0]
     sure = rule in facts.counted and (rule.detour is None or rule.detour.refuses)  # another route may be right
     twins = [each for each in facts.rules if rule.away and (each.table, each.text) == (rule.table, rule.text)]
-    text = f"{_firewall(rule)} {'probably ' * (not sure)}{_does(rule)} packets in {'/'.join(rule.hooks).upper()}: "
+    may = not sure and _passes(rule, failed, facts, surely=False)
+    does = f"may {_does(rule)[:-1]}" if may else f"{'probably ' * (not sure)}{_does(rule)}"
+    text = f"{_firewall(rule)} {does} packets in {'/'.join(rule.hooks).upper()}: "
     if sure:
         text, todo = f"{text}{rule} counted {several(facts.counted[rule], 'packet')} while {seen}", _accept(rule)
     else:
