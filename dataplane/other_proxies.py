@@ -77,6 +77,11 @@ def warnings(found: OtherProxies, *, beside: bool = False) -> tuple[str, ...]:
     return tuple(messages)
 
 
+def whose(warning: str) -> str:
+    """Returns what a warning is about, without what that does and what to do about it."""
+    return warning.partition(" here")[0].replace(" left its ", "'s ").removesuffix(" is working").removesuffix(" works")
+
+
 def _joined(objects: tuple[str, ...]) -> str:
     *most, last = objects
     return f"{', '.join(most)} and {last}" if most else last

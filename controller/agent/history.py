@@ -126,12 +126,19 @@ class History:
         services = {*self._table.left_to_node, *fronts}
         return {each for each, address in places.items() if each in self._came or address in services}
 
-    def lasting(self, of: str, now: Mapping[str, str], began: str, ended: str, by: str = "the kernel") -> None:
-        """Remember what began or ended since the last call. `now` is what is so, each with its Service."""
+    def lasting(
+        self, of: str, now: Mapping[str, str], began: str, ended: str, by: str = "the kernel",
+        brief: Callable[[str], str] = str,
+    ) -> None:  # fmt: skip
+        """Remember what began or ended since the last call. `now` is what is so, each with its Service.
+
+        `brief` returns the words for what is over.
+        """
         before, self._lasting[of] = self._lasting.get(of, now), now
         for word, those, others in ((ended, before, now), (began, now, before)):
             for what in sorted(those.keys() - others)[:MOST_ROWS]:
-                self._of_kernel([f"{word}{what}"], worse=those is now, service=those[what], by=by)
+                text = what if those is now else brief(what)
+                self._of_kernel([f"{word}{text}"], worse=those is now, service=those[what], by=by)
 
     def _of_kernel(self, whats: list[str], *, worse: bool, service: str = "", by: str = "the kernel") -> None:
         for what in whats[:MOST_ROWS]:

@@ -50,6 +50,7 @@ from hybrid_proxy.dataplane.kernel import conntrack, links, sysctl
 from hybrid_proxy.dataplane.kernel.lock import hold_netns
 from hybrid_proxy.dataplane.kernel.roles import Roles
 from hybrid_proxy.dataplane.netfilter import refuse_full_conntrack
+from hybrid_proxy.dataplane.other_proxies import whose
 from hybrid_proxy.dataplane.reports import FORWARDING, several
 from hybrid_proxy.dataplane.timings import START
 
@@ -381,7 +382,7 @@ class Agent:
         if (nat := self.other_proxies.nat) is not None:
             self.history.lasting("NAT", {str(each): each.service for each in nat}, "came: ", "gone: ")
         others = dict.fromkeys(self.other_proxies.warnings, "")
-        self.history.lasting("proxies", others, "other proxy: ", "other proxy is gone: ", "hybrid-proxy")
+        self.history.lasting("proxies", others, "other proxy: ", "other proxy is gone: ", "hybrid-proxy", whose)
         self.history.facts("node", now | ({"table of conntrack": "full" if fill.full else "has room"} if fill else {}))
 
     # The mode and the configuration

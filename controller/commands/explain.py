@@ -300,7 +300,8 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--source-port", type=int, default=0, metavar="PORT", help=text)
     group = parser.add_argument_group("rules")
     group.add_argument("--manifests", metavar="PATH", help="a file or folder of YAML and JSON")
-    group.add_argument("--live", action="store_true", help="ask the agent and the program in the kernel instead")
+    text = "ask the agent and the program in the kernel (default where an agent listens)"
+    group.add_argument("--live", action="store_true", help=text)
     group.add_argument("-v", "--verbose", action="store_true", help="with --live: every step of the program")
     add_admin(group)
     add_config(group)
@@ -308,5 +309,5 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
     add_output(parser)
 
 
-_USAGE: Final = "(--manifests PATH | --live)\n       (--from SRC --to DST:PORT | --flows FILE) [flags]"
+_USAGE: Final = "[--manifests PATH | --live]\n       (--from SRC --to DST:PORT | --flows FILE) [flags]"
 EXPLAIN: Final = Command(_arguments, show, _EXPLAIN, _USAGE)

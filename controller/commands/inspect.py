@@ -284,17 +284,19 @@ def _met(packet: Packet, row: ExplainAnswer, own: Sequence[str]) -> Iterator[Exp
     from hybrid_proxy.controller.commands.doctor.checks import BEFORE, WITHOUT_FORWARD
     from hybrid_proxy.dataplane.firewall_rules import FIELDS, takes
     from hybrid_proxy.dataplane.kernel.foreign_rules import read_rules
+    from hybrid_proxy.dataplane.kernel.links import interface_to
 
     relayed, hook = row.mode in WITHOUT_FORWARD, "output" if packet.src in own else "forward"
     first = {hook} if hook == "output" else BEFORE if relayed else BEFORE - {"input"}
     translated = "" if row.masquerade and row.mode == "ebpf" else packet.src  # other modes masquerade after FORWARD
-    early = list[str]()
+    came, early = "" if packet.src in own else interface_to(packet.src), list[str]()
     for rule in read_rules(client=packet.src)[0]:
         before = row.mode not in ("ebpf", "") and not rule.late and not first.isdisjoint(rule.hooks)
         after = hook in rule.hooks and not (before or rule.away or rule.spares or relayed or SENT_ON in row.reason)
         source, ends = (packet.src, [socket_text(packet.dst, packet.port)]) if before else (translated, row.backends)
         known = ((source, "", *end.rpartition(":")[::2], packet.protocol.lower()) for end in ends)
-        met = (dict(zip(FIELDS, each, strict=True)) | {"state": "new", "daddr": each[2].strip("[]")} for each in known)
+        met = [dict(zip(FIELDS, each, strict=True)) | {"daddr": each[2].strip("[]")} for each in known]
+        met = [at | {"state": "new", "iifname": came, "oifname": interface_to(at["daddr"]) * after} for at in met]
         if (before or after) and (rule.text.lower() == "policy drop" or any(takes(rule.text, each) for each in met)):
             early += [str(rule)] * before
             if after:

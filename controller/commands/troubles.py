@@ -315,7 +315,8 @@ def other_proxies(texts: Sequence[str], status: AgentStatus | None) -> Iterator[
     idle = [text for text in texts if spared and text.startswith(LEFT) and "ipvs" not in text.lower()]
     cause: Cause = "other-proxy"
     if bad := [text for text in texts if text not in idle]:
-        said, todo = "another proxy is on this node", "see docs/migration.md"
+        said, left = "another proxy is on this node", all(text.startswith(LEFT) for text in bad)
+        todo = "`hybrid-proxy takeover`" if left else "see docs/migration.md"
         yield Trouble("other proxies", cause, said, "OTHER PROXY", bad, todo=todo)
     end = "; they get no packet of a Service, which mode ebpf serves before them; `hybrid-proxy takeover` removes them"
     details = [text.partition(ITS_RULES)[0] + end for text in idle]

@@ -89,7 +89,8 @@ def _print(args: argparse.Namespace, rows: list[PacketEvent], *, silent: bool = 
     if shown or args.output in ("json", "yaml"):
         print_rows(args, _columns(args, lasts, groups), lasts)
     if len(shown) < len(rows):
-        remark(f"{len(shown)} of {len(rows)} events; --limit shows more")
+        fewer = f"{several(len(groups), 'line')} for " * (len(groups) < len(shown))
+        remark(f"{fewer}{len(shown)} of {len(rows)} events; --limit shows more")
     if not (rows or silent):
         whose = f" of {args.service}" if args.service else ""
         when = f" in the last {args.since}" if args.since else ""

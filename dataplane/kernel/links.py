@@ -150,6 +150,12 @@ def next_hop(address: str, source: str = "", index: int = 0, mark: int = 0) -> H
     return Hop(_number(known.get(RTA_OIF)), text) if known else None
 
 
+def interface_to(address: str) -> str:
+    """Returns the name of the interface by which packets to an address leave; empty: none does."""
+    hop = next_hop(address)
+    return (interface_name(hop.index) if hop else None) or ""
+
+
 def main_route(address: str) -> tuple[int, list[str], list[str]]:
     """Returns the interface to which the main table leads an address, 0: none; and the rules to it, and from it."""
     family, to, best = nl.AF[family_of(address)], ip_address(address), _best_of(address)

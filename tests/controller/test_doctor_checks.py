@@ -1003,14 +1003,15 @@ def test_an_endpoint_that_became_ready_once_does_not_flap() -> None:
     assert "10.0.0.4" not in finding.text
 
 
-def test_a_change_is_told_in_eighty_characters() -> None:
-    row = ChangeRow(first=900.0, last=990.0, kind="NAT", service="shop/web", what="gone: " + "x" * 400)
+def test_a_change_is_told_in_eighty_characters_that_end_with_a_word() -> None:
+    what = "gone: " + "connections fail " * 40
+    row = ChangeRow(first=900.0, last=990.0, kind="node", service="shop/web", what=what)
     (finding,) = (
         each
         for each in service(facts(*GOOD), msgspec.structs.replace(WELL, changes=(row,)))[2]
         if each.subject == "history"
     )
-    assert len(finding.text) == len("10s ago: ") + 80
+    assert finding.text == f"10s ago: gone: {'connections fail ' * 4}…"
 
 
 def test_the_changes_of_a_service_that_is_gone_are_told() -> None:

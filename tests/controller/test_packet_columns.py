@@ -250,20 +250,32 @@ def test_rows_that_a_stream_begins_with_are_aligned_with_those_that_come(
     assert [line.index("from a pod") for line in lines] == [header.index("WHERE")] * 3
 
 
-@pytest.mark.parametrize(("output", "rows"), [("text", 2), ("json", 14)])
+@pytest.mark.parametrize(
+    ("output", "limit", "rows", "note"),
+    [
+        ("text", 100, 2, ""),
+        ("json", 100, 14, ""),
+        ("text", 13, 2, "2 lines for 13 of 14 events; --limit shows more\n"),
+        ("text", 1, 1, "1 of 14 events; --limit shows more\n"),
+    ],
+)
 def test_equal_drops_are_one_row_for_people(
-    output: str, rows: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    output: str, limit: int, rows: int, note: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     once = event(60, "drop_source_ranges", CLIENT, FRONTEND)
     often = [msgspec.structs.replace(once, number=number, time=NOW - 60 + number) for number in range(12)]
     events = [*often, event(2, "reject", CLIENT, FRONTEND), often[0]]
     monkeypatch.setattr("hybrid_proxy.controller.commands.watch.ask", lambda *_: EventsAnswer(events, 1, "ebpf", []))
-    asked = {"service": None, "namespace": None, "since": None, "follow": False, "limit": 100, "admin_socket": ""}
+    asked = {"service": None, "namespace": None, "since": None, "follow": False, "limit": limit, "admin_socket": ""}
     assert watch.DROPS.run(argparse.Namespace(**asked, command="drops", output=output)) == 0
-    out = capsys.readouterr().out
+    out, said = capsys.readouterr()
     shown = json.loads(out) if output == "json" else out.splitlines()[1:]
-    assert len(shown) == rows
-    assert output == "json" or ["  13 x  2027-01-15 07:59:00 UTC" in line for line in shown] == [False, True], out
+    assert (len(shown), said) == (rows, note)
+    assert (
+        output == "json"
+        or limit < 100
+        or ["  13 x  2027-01-15 07:59:00 UTC" in line for line in shown] == [False, True]
+    ), out
 
 
 @pytest.mark.parametrize(

@@ -131,7 +131,7 @@ class Listing(DataTable[Text]):
 def _style(row: Any, title: str) -> str:
     """Returns the style of a cell that deserves attention."""
     match row:
-        case ServiceRates() if row.failing and title in ("service", "conn/s", "state"):
+        case ServiceRates() if row.down and title in ("service", "conn/s", "state"):
             return "bold red"
         case ServiceRates() if title == "state" and row.state != "serving":
             return "yellow"

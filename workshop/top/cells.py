@@ -98,7 +98,7 @@ SERVICES: Final = (
     *_TRAFFIC,
     Column("first p99", attrgetter("first_packet"), _shown("first_packet", latency), leave=5),
     Column("backends", attrgetter("backends"), _shown("backends", number), leave=5),
-    Column("state", lambda row: (row.failing, row.state != "serving"), _shown("state", str), right=False),
+    Column("state", lambda row: (row.down, row.state != "serving"), _shown("state", str), right=False),
     _text("protocol", "protocol", leave=8),
     _TOTAL,
     Column("frontends", attrgetter("frontends"), _frontends, falling=False, right=False, leave=2),
@@ -143,7 +143,7 @@ def matches(row: ServiceRates, text: str) -> bool:
 
 def arranged(rows: Iterable[AnyRow], column: Column, *, falling: bool) -> list[Any]:
     """Sorts rows by a column, unknown values last; of equal rows first those that fail, then by their keys."""
-    everything = sorted(rows, key=lambda row: (not getattr(row, "failing", False), row.key))
+    everything = sorted(rows, key=lambda row: (not getattr(row, "down", False), row.key))
     known = [row for row in everything if column.value(row) is not None]
     return [*sorted(known, key=column.value, reverse=falling), *(row for row in everything if row not in known)]
 

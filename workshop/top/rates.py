@@ -67,7 +67,7 @@ class ServiceRates(msgspec.Struct, frozen=True):
     total: int | None  # connections since the maps were made
     first_packet: float | None = None  # seconds within which 99 of 100 first packets came, since `before`
     state: str = "serving"  # as `services` has it
-    failing: bool = False  # it has no backend, or all of them fail
+    down: bool = False  # it has no backend, or all of them fail
 
 
 class BackendRates(msgspec.Struct, frozen=True):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import textwrap
 from collections import Counter
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from shlex import quote
@@ -37,7 +38,7 @@ from hybrid_proxy.controller.semantics.history import FLAPS, FOLD_SECONDS, Chang
 from hybrid_proxy.controller.serving.protocol import AgentStatus, TablePort
 from hybrid_proxy.dataplane.firewall_rules import FIELDS, Rule, Taken, takes
 from hybrid_proxy.dataplane.mode import belongs
-from hybrid_proxy.dataplane.reports import FORWARDING, Fill, PacketEvent, age, ago, several, shortened, some, unserved
+from hybrid_proxy.dataplane.reports import FORWARDING, Fill, PacketEvent, age, ago, several, some, unserved
 from hybrid_proxy.dataplane.table import Backend, Kind, Masquerade, WhenEmpty, family_of, socket_text
 
 # The node's own facts say this, too, and more recently than the agent.
@@ -419,11 +420,10 @@ def _history(facts: ServiceFacts, node: NodeFacts) -> Iterator[Finding]:
     if own and not flapping:
         texts: dict[str, list[str]] = {}  # an edit may have several
         for row in own[::-1]:
-            texts.setdefault(ago(node.now - row.last), []).append(row.text)
-        newest = [
-            f"{at}: {shortened(first, 80)}{f' (and {len(more)} more)' * bool(more)}"
-            for at, (first, *more) in texts.items()
-        ][:NEWEST]
+            texts.setdefault(ago(node.now - row.last), []).append(textwrap.shorten(row.text, 80, placeholder=" …"))
+        newest = [f"{at}: {first}{f' (and {len(more)} more)' * bool(more)}" for at, (first, *more) in texts.items()][
+            :NEWEST
+        ]
         newest += [f"{len(texts) - NEWEST} more: `hybrid-proxy changes {min(names)}`"] * (len(texts) > NEWEST)
         yield Finding("ok", "history", "; ".join(newest))
 

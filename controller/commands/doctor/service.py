@@ -130,7 +130,7 @@ def _with_connections(args: argparse.Namespace, services: Sequence[ServiceFacts]
     since = _events(args.admin_socket, before_all.last, own_ends, SPARED_SECONDS) if before_all else None
     events = recent(since.events) if since else ()
     stranger = source if pods and source not in here else ""
-    hop, names_out = links.next_hop(stranger) if stranger else None, [each.name for each in uplinks]
+    way_out = links.interface_to(stranger) if stranger else ""
     found, gone = [], _gone(node)
     for facts, ours, mine, way in zip(services, backends, plans, ways, strict=True):
         rows = [tried[attempt] for attempt in mine]
@@ -139,7 +139,7 @@ def _with_connections(args: argparse.Namespace, services: Sequence[ServiceFacts]
         found.append(
             msgspec.structs.replace(
                 facts,
-                live=_live(args, facts, node, pods, own),
+                live=_live(args, facts, node, pods, own, stranger),
                 tried=tuple(rows),
                 repeated=tuple(row for each, row in syns.items() if each.service_port in names),
                 own=tuple(own),
@@ -153,7 +153,7 @@ def _with_connections(args: argparse.Namespace, services: Sequence[ServiceFacts]
                 gone=tuple(row for row in gone if belongs(row.service, facts.name or "-")),
                 client=source,
                 stranger=stranger,
-                stranger_at=(links.interface_name(hop.index) if hop else next(iter(names_out), "")) or "",
+                stranger_at=way_out or next((each.name for each in uplinks), ""),
                 no_pod="" if any(pod.addresses for pod in pods) else no_pod,
                 rules=rules,
                 counted=dict(counters),
@@ -263,10 +263,16 @@ def _pair(text: str) -> tuple[str, int]:
 
 
 def _live(
-    args: argparse.Namespace, facts: ServiceFacts, node: Node, pods: Sequence[namespaces.Pod], own: Sequence[str]
-) -> ExplainAnswer | None:
-    """What the loaded programs would do with the packet, or with one of a pod to the service's first address."""
-    packet, first = facts.packet, next(((port, *at) for port in facts.ports for at in places(port, ())[-1:]), None)
+    args: argparse.Namespace, facts: ServiceFacts, node: Node, pods: Sequence[namespaces.Pod], own: Sequence[str],
+    stranger: str,
+) -> ExplainAnswer | None:  # fmt: skip
+    """What the loaded programs would do with the packet, or with one of a pod to the service's ClusterIP.
+
+    A client outside, `stranger`, asks another address of the service, if it has one.
+    """
+    ports = [each for each in facts.ports if not args.source or each.family == family_of(args.source)]
+    ends = [(each, places(each, facts.table.node_ports_at)) for each in ports]
+    packet, first = facts.packet, next(((each, *at[0 if stranger else -1]) for each, at in ends if at), None)
     if packet is None and first:
         pods_of = sorted((each for pod in pods for each in pod.addresses), key=_ends(facts).__contains__)
         sources = [args.source] * bool(args.source) + pods_of + list(own)

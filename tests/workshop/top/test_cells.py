@@ -64,7 +64,7 @@ def test_services_that_do_not_serve_come_first() -> None:
     rows = [
         row("a", 9, state="serving"),
         row("b", 0, state="1 of 2 ejected"),
-        row("c", 0, state="no backends", failing=True),
+        row("c", 0, state="no backends", down=True),
     ]
     assert [r.key for r in cells.arranged(rows, column("state"), falling=True)] == ["c", "b", "a"]
 
@@ -72,7 +72,7 @@ def test_services_that_do_not_serve_come_first() -> None:
 BUSY = row(
     "kube-system/kube-dns:dns-tcp", 123.4, frontends=("10.96.14.201:443", "198.51.100.7:443", "node port 30443"),
     packets=1.0, request_bytes=1.0, reply_bytes=1.0, connect=0.001, total=1_234_567, state="all backends fail",
-    failing=True,
+    down=True,
 )  # fmt: skip
 
 
@@ -154,7 +154,7 @@ def test_the_head_has_the_verdict_of_status() -> None:
 
 
 def test_of_services_that_carry_as_much_those_that_fail_come_first() -> None:
-    rows = [row("a", 0), row("b", 0, failing=True), row("c", 9), row("d", None, failing=True), row("e", None)]
+    rows = [row("a", 0), row("b", 0, down=True), row("c", 9), row("d", None, down=True), row("e", None)]
     assert [r.key for r in cells.arranged(rows, column("conn/s"), falling=True)] == ["c", "b", "a", "d", "e"]
 
 

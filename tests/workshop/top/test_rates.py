@@ -35,10 +35,12 @@ def test_the_first_look_has_no_rates() -> None:
 
 def test_a_service_is_shown_to_fail() -> None:
     bad = service("ns/a:http", 0, backends=2, failing=2)
-    now = sample(10, bad, service("ns/b:http", 0), service("ns/c:http", 0, backends=0, when_empty="reject"))
+    part = service("ns/d:http", 0, backends=3, failing=1)
+    now = sample(10, bad, service("ns/b:http", 0), service("ns/c:http", 0, backends=0, when_empty="reject"), part)
     rows = snapshot(now, now, now).services
-    assert [(row.state, row.failing) for row in rows] == [
-        ("all backends fail", True), ("serving", False), ("no backends: rejects", True)
+    assert [(row.state, row.down) for row in rows] == [
+        ("all backends fail", True), ("serving", False), ("no backends: rejects", True),
+        ("1 of 3 failing", False),
     ]  # fmt: skip
 
 
