@@ -92,9 +92,8 @@ class History:
         changed = [name for name in sorted(now.keys() & before.keys()) if now[name] != before[name]]
         pairs = ((_each(name, before[name]), _each(name, now[name])) for name in changed)
         whats = [each for pair in pairs for each in h.differences(*pair)]
-        self._of_kernel(
-            whats, worse=any(now[name] in WORSE for name in changed) or any(one.endswith(" removed") for one in whats)
-        )
+        worse = any(now[name] in WORSE for name in changed) or any(one.endswith(" removed") for one in whats)
+        self._of_kernel(whats, worse=worse)
 
     def held(self, now: frozenset[str], links: Mapping[str, bool]) -> None:
         """Remember which of this node's addresses and routes, as commands that add them, went or came.

@@ -208,6 +208,7 @@ class Agent:
             self.events.start()
             stack.callback(self.events.stop)
             self._read_addresses()
+            self._remember_node()  # what changes from now on is known
             self._start_thread("links", partial(links.watch, self._links.send, self._stop, self._fallen))
             self._busy_with = ""
             return self._loop()
