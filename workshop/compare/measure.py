@@ -20,11 +20,7 @@ Once = Callable[[str], Found]
 def carry_out(step: Step, stand: Stand, control: Stand, lacking: Mapping[str, str]) -> Cell:
     """Measures one step. Its cell says what could not be measured; that stops nothing.
 
-    Args:
-        step: the step.
-        stand: the lab of its mode.
-        control: the lab without a proxy.
-        lacking: load generators that are not installed, and what to do about it.
+    `control` is the lab without a proxy; `lacking` are missing load generators, and what to do about it.
     """
     began = time.monotonic()
     try:

@@ -50,13 +50,9 @@ def argv(load: str, address: str, port: int, seconds: int, script: PurePath, pat
 
 
 def found(load: str, output: str, cpu: float, own: float | None = None) -> Found:
-    """Parses a command's output.
+    """Parses the output of `argv`'s command.
 
-    Args:
-        load: which.
-        output: of `argv`'s command.
-        cpu: seconds that all CPUs worked meanwhile.
-        own: CPU seconds of client, server and proxy; None: unknown.
+    `cpu` are the seconds that all CPUs worked meanwhile, `own` those of client, server and proxy (None: unknown).
 
     Raises:
         LoadFailed: nothing was measured.

@@ -16,12 +16,7 @@ def measured(
 ) -> Found:
     """Runs a load generator and parses its output; iperf3's server may need a moment after the last client.
 
-    Args:
-        load: the load.
-        command: its command.
-        seconds: its duration.
-        used: returns the CPU seconds of client, server and proxy so far.
-        tries: number of attempts.
+    `used` returns the CPU seconds of client, server and proxy so far.
 
     Raises:
         LoadFailed: nothing was measured.

@@ -28,13 +28,7 @@ MOVES: Final = frozenset({"up", "down", "pageup", "pagedown", "home", "end", "ct
 
 
 class Listing(DataTable[Text]):
-    """A table of rows with columns of `cells`, sorted by one of them.
-
-    Args:
-        columns: of `cells`.
-        sort: the title of the column whose order it begins with.
-        name: as a widget's.
-    """
+    """A table of rows with columns of `cells`, sorted by the one with the title `sort` at first."""
 
     def __init__(self, columns: Sequence[cells.Column], sort: str, name: str) -> None:
         super().__init__(id=name, cursor_type="row", zebra_stripes=True, cell_padding=1)
@@ -145,13 +139,7 @@ def _style(row: Any, title: str) -> str:
 
 
 class Top(App[None]):
-    """The screen of `hybrid-proxy top`.
-
-    Args:
-        reader: reads samples of the node.
-        seconds: interval between samples.
-        wanted: the initial filter.
-    """
+    """The screen of `hybrid-proxy top`; `wanted` is the initial filter."""
 
     class Took(Message):
         """Carries a sample from the poller."""

@@ -25,9 +25,7 @@ BUSY: Final = 4  # after a poll, the poller rests at least so many times as long
 class NodeReader:
     """Reads samples of the node. It keeps the agent's names and mode for times when no agent answers.
 
-    Args:
-        socket: the agent's socket, as `--admin-socket`.
-        pin_root: as `--pin-root`; None: the agent's, or auto-detected.
+    `socket` and `pin_root` are as the flags; no `pin_root`: the agent's, or auto-detected.
     """
 
     def __init__(self, socket: str, pin_root: str | None) -> None:
@@ -93,12 +91,9 @@ class NodeReader:
 
 
 class Poller:
-    """Reads samples, in a daemon thread or in the caller's.
+    """Reads samples, in a daemon thread or in the caller's, which calls `took` with each.
 
-    Args:
-        reader: reads one.
-        seconds: interval between samples; longer where reading takes long.
-        took: called in the thread that reads, with each sample.
+    The interval is longer than `seconds` where reading takes long.
     """
 
     def __init__(self, reader: NodeReader, seconds: float, took: Callable[[Sample], None]) -> None:

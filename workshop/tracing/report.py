@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, KeysView, Mapping, Sequence
 from operator import itemgetter
 from typing import Any, Final
 
-from hybrid_proxy.controller.commands.columns import Column, Screen, Tone, painted, table
+from hybrid_proxy.controller.commands.columns import Column, Screen, Tone, folded, painted, table
 from hybrid_proxy.controller.commands.terminal import print_value, screen
 from hybrid_proxy.dataplane.modes.ebpf.maps.reasons import WORDS as REASONS
 from hybrid_proxy.dataplane.reports import several, some
@@ -112,12 +112,14 @@ def _drops(answer: Row, on: Screen) -> Iterator[str]:
         yield from _table(on, ("counter", "reason", "count"), counts)
 
 
-def _why(row: Row, *, served: bool = True) -> str:
-    """The kernel's reason, and what it means; a service that is not `served` has no backend."""
+def _why(row: Row, refusal: str | None = None) -> str:
+    """The kernel's reason, and what it means. `refusal` is why hybrid-proxy drops such packets; None: unknown."""
     reason = row["reason"]
     known = "routing refused it" if row["function"].startswith(("ip_error", "ip6_pkt_drop")) else WORDS.get(reason)
-    if reason == "NETFILTER_DROP" and not (served and row["where"] == "node"):
-        known = "hybrid-proxy's own rule: no endpoint" if row["where"] == "node" else "the pod's own rules"
+    if reason == "NETFILTER_DROP" and refusal != "":
+        known = "hybrid-proxy's own rule" if refusal else f"{known}, or hybrid-proxy's own"
+    if reason == "NETFILTER_DROP" and row["where"] != "node":
+        known = "the pod's own rules"
     return f"{reason} ({known})" if known else reason
 
 
@@ -135,7 +137,7 @@ def _follow(answer: Row, on: Screen) -> Iterator[str]:
         yield "no such packet passed"
         return
     yield "{source} -> {destination}, {service}".format(**points[0])
-    to, served = points[0]["destination"], answer["served"]
+    refusal = answer["refusal"]
     if points[0]["flags"] not in ("", "SYN"):
         yield "this connection was open before: no new one began"
     packet, ends, chosen, began, first = 0, "", "", [], list[Any]()
@@ -154,7 +156,7 @@ def _follow(answer: Row, on: Screen) -> Iterator[str]:
             yield f"  hybrid-proxy: {row['service']} -> {chosen}"
         now = f"{row['source']} -> {row['destination']}"
         where = " ".join(filter(None, at[1:]))
-        more = [_why(row, served=served), f"in {row['function']}"] if "reason" in row else []
+        more = [_why(row, refusal), f"in {row['function']}"] if "reason" in row else []
         since, step = _since(row["us"], 6, " us"), "+" + _since(row["step_us"], 1)
         text = f"  {since:>13} {step:>8}  {row['point']:<28} {where:<24}"
         more += [now] * (now != ends)
@@ -162,9 +164,40 @@ def _follow(answer: Row, on: Screen) -> Iterator[str]:
         fits = on.width is None or len(whole) <= on.width
         yield from (whole,) if fits else (text.rstrip(), *(f"{'':25}{part}" for part in more))
         ends = now
-    lost = {row["packet"]: _why(row, served=served) for row in points if "reason" in row and "no loss" not in _why(row)}
+    lost = {row["packet"]: _why(row, refusal) for row in points if "reason" in row and "no loss" not in _why(row)}
     why = f": {some(dict.fromkeys(lost.values()))}" if lost else ""
     yield f"{len(lost) or 'none'} of {several(packet, 'packet')} dropped{why}"
-    left = any((row["point"], row["where"], row["destination"]) == ("sent", "node", to) for row in points)
-    if left and served and not chosen and points[0]["service"] != to:  # it is no service's, but a target by address
+    for text in _end(points, lost.keys(), refusal, chosen):
+        yield from folded(text, on.width)
+
+
+def _end(points: Sequence[Row], lost: KeysView[int], refusal: str | None, chosen: str) -> Iterator[str]:
+    """What became of a connection, and what to do next."""
+    first, replies = points[0], [row for row in points if row["direction"] == "reply"]
+    to, client = first["destination"], first["source"].rpartition(":")[0].strip("[]")
+    backend = chosen or "".join(row["source"] for row in replies[:1] if row["where"].startswith("pod "))
+    by, flags = f"backend {backend}" if backend else "this node", replies[0]["flags"] if replies else ""
+    if any((row["point"], row["where"], row["destination"]) == ("sent", "node", to) for row in points) and not (
+        refusal or chosen or first["service"] == to  # it is no service's, but a target by address
+    ):
         yield f"not translated: this node sent it on to {to}"
+    elif not replies and refusal and not backend:
+        yield f"hybrid-proxy refused it: {refusal}"
+    elif any(row.get("reason") == "NO_SOCKET" and row["direction"] == "request" for row in points) or "RST" in flags:
+        why = f": {'nothing listens there, or a rule rejects' if backend else refusal}" if backend or refusal else ""
+        yield f"refused by {by}{why}"
+    elif not replies and lost >= {row["packet"] for row in points}:
+        yield f"every packet was dropped{f' on the way to {by}' if backend else ''}"
+    elif not replies:
+        yield f"no answer came from {by}"
+    elif lost >= {row["packet"] for row in replies}:
+        yield f"{by} answered, but every answer was dropped"
+    elif not backend and "SYN" in flags:
+        yield "a process of this node accepted it, as the relay of mode userspace does; its backends are not shown"
+    elif any("RST" in row["flags"] for row in replies):
+        yield f"{by} answered, and reset the connection later"
+    else:
+        yield f"answered by {by}"
+        return
+    of = "" if first["protocol"] == "TCP" else f"/{first['protocol'].lower()}"
+    yield f"next, run `hybrid-proxy doctor --from {client} --to {to}{of}`"

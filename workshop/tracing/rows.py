@@ -15,6 +15,7 @@ DIRECTIONS: Final = ("request", "reply")
 ASKED, ANSWERED, REFUSED, REPEATED = range(4)  # as in packets.c
 OF_SOCKET: Final = 255
 UNREPORTED: Final = "not reported by this kernel"
+_NAMES: Final = {number: name for name, number in PROTOCOLS.items()}
 NO_LOSS: Final = frozenset({"QUEUE_PURGE"})  # what a socket still has when its process closes it
 
 
@@ -173,17 +174,12 @@ def drop_rows(
 ) -> list[Row]:
     """Returns the packets that the kernel dropped, the most first.
 
-    Args:
-        counts: (service, way, reason, netns, location, address, port, protocol) -> how many.
-        names: of services.
-        places: of this node; other hosts of the same machine (a lab) drop packets, too.
-        why: the kernel's reasons for a drop.
-        symbol: returns the name of the function at a location.
+    `counts`: (service, way, reason, netns, location, address, port, protocol) -> how many. Other hosts of the same
+    machine (a lab) drop packets, too. `why` are the kernel's reasons, `symbol` returns the function at a location.
     """
-    protocols = {number: name for name, number in PROTOCOLS.items()}
     found = [
         {
-            "service": names[service], "direction": DIRECTIONS[way], "protocol": protocols[protocol],
+            "service": names[service], "direction": DIRECTIONS[way], "protocol": _NAMES[protocol],
             "to": place_text(address, port), "where": where, "reason": why.get(reason, UNREPORTED),
             "function": symbol(location), "count": count,
         }
@@ -196,9 +192,7 @@ def drop_rows(
 def repeat_rows(counts: Mapping[tuple[Any, ...], int], names: Sequence[str]) -> list[Row]:
     """Returns the segments that clients and backends on this machine retransmitted, the most first.
 
-    Args:
-        counts: (service, way, address, port, protocol) -> how many; of a backend that is not known, zeros.
-        names: of services.
+    `counts`: (service, way, address, port, protocol) -> how many; of a backend that is not known, zeros.
     """
     found = [
         {
@@ -220,13 +214,7 @@ def flow_rows(
 ) -> list[Row]:
     """Returns the points of one flow's packets: `us` since the first one, `step_us` since the packet's previous one.
 
-    Args:
-        flow: as of `one_flow`.
-        places: of this node.
-        names: of services.
-        backends: addresses with ports.
-        why: the kernel's reasons for a drop.
-        place: names of functions that drop, by address.
+    `backends` are addresses with ports, `why` the kernel's reasons for a drop, `place` names of functions that drop.
     """
     rows: list[Row] = []
     began = flow[0][0].ns if flow else 0
@@ -237,7 +225,7 @@ def flow_rows(
             chosen = event.way == 0 and before.destination != event.destination in backends
             row: Row = {
                 "packet": number, "us": (event.ns - began) / 1000, "step_us": (event.ns - before.ns) / 1000,
-                "direction": DIRECTIONS[event.way], "point": LABELS[event.point],
+                "direction": DIRECTIONS[event.way], "protocol": _NAMES[event.protocol], "point": LABELS[event.point],
                 "where": places.named(at, *_addresses(event)) or "another namespace", "interface": event.device or None,
                 "source": event.source, "destination": event.destination, "service": names[event.service],
                 "backend": event.destination if chosen else None, "flags": _flags(event), "bytes": event.length,

@@ -14,21 +14,21 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-from hybrid_proxy.controller.commands.explain import ask_agent, ends, source_of
+from hybrid_proxy.controller.commands.explain import as_doctor, ask_agent, ends, source_of
 from hybrid_proxy.controller.commands.views import ALL, programmed
 from hybrid_proxy.controller.errors import ConfigError, ControllerError
-from hybrid_proxy.controller.semantics.explain import packet_from_dict
+from hybrid_proxy.controller.semantics.explain import Packet, packet_from_dict
 from hybrid_proxy.controller.serving.admin import UnansweredError, ask
-from hybrid_proxy.controller.serving.protocol import GetStatus, StatusAnswer
+from hybrid_proxy.controller.serving.protocol import GetStatus, GetTable, StatusAnswer, TableAnswer
 from hybrid_proxy.dataplane.kernel import namespaces
 from hybrid_proxy.dataplane.kernel.links import read_node
 from hybrid_proxy.dataplane.kernel.roles import Roles
 from hybrid_proxy.dataplane.modes.ebpf.maps.reasons import kind_of
 from hybrid_proxy.dataplane.reports import BackendRow, ServiceRow
 from hybrid_proxy.workshop.tracing import report, rows
+from hybrid_proxy.workshop.tracing import targets as t
 from hybrid_proxy.workshop.tracing.kernel_types import enum_names
 from hybrid_proxy.workshop.tracing.session import Plan, Session, symbol
-from hybrid_proxy.workshop.tracing.targets import PROTOCOLS, Place, Targets, mapped, of_services, place_of, place_text
 from hybrid_proxy.workshop.tracing.text import View
 
 POLL_SECONDS: Final = 0.1
@@ -59,7 +59,7 @@ def show(view: View, args: argparse.Namespace) -> int:
         raise ControllerError("measuring in the kernel needs root")
     here = _programmed(args)
     node = read_node().addresses
-    targets = of_services(here.services, here.backends, node, to=place)
+    targets = t.of_services(here.services, here.backends, node, to=place)
     if not targets.places:
         raise ControllerError("no service port is programmed here, so there is nothing to measure; --to names a target")
     if owners := {row.service or "?" for row in here.backends if row.address in targets.names}:
@@ -82,10 +82,9 @@ def show(view: View, args: argparse.Namespace) -> int:
     report.show(summary | answer | {"missing": session.missing}, args.output)
     if view is not View.FOLLOW or answer["points"]:
         return 0
-    asked_by = f" --from {args.source}" if args.source else ""
-    to = next(iter(targets.places))
-    todo = f"there `curl -m 3 {place_text(to.address, to.port)}`, or `hybrid-proxy doctor{asked_by} --to {args.target}`"
-    print(f"is the client on this node? Then have it send meanwhile: {todo}", file=sys.stderr)
+    print(f"have the client send meanwhile, or run `hybrid-proxy doctor{as_doctor(args)}`", file=sys.stderr)
+    own = f"`hybrid-proxy trace --latency --to {args.target}` shows connections of the node's own sockets"
+    print(own, file=sys.stderr)
     return 1
 
 
@@ -114,20 +113,20 @@ def _programmed(args: argparse.Namespace) -> _Here:
     return _Here(modes, services, backends, answers=here.agent is not None)
 
 
-def _packet(args: argparse.Namespace) -> tuple[Place | None, bytes | None]:
+def _packet(args: argparse.Namespace) -> tuple[t.Place | None, bytes | None]:
     """Returns destination and client, read and checked as `explain` reads and checks them."""
     source = args.source or ""
     try:
         if not args.target:
-            return None, mapped(source_of(source, 4)) if source else None
+            return None, t.mapped(source_of(source, 4)) if source else None
         fields = ends(source, args.target, partial(ask_agent, args.admin_socket))
         packet = packet_from_dict({**fields, "src": fields["src"] or fields["dst"], "src_class": None})
     except ValueError as error:
         raise ConfigError(f"--from, --to: {error}") from None
     protocol = packet.protocol.upper()
-    if protocol not in PROTOCOLS:
-        raise ConfigError(f"--to: {packet.protocol}: trace observes {', '.join(PROTOCOLS)}")
-    return Place(mapped(packet.dst), packet.port, PROTOCOLS[protocol]), mapped(packet.src) if source else None
+    if protocol not in t.PROTOCOLS:
+        raise ConfigError(f"--to: {packet.protocol}: trace observes {', '.join(t.PROTOCOLS)}")
+    return t.Place(t.mapped(packet.dst), packet.port, t.PROTOCOLS[protocol]), t.mapped(packet.src) if source else None
 
 
 @contextmanager
@@ -158,7 +157,7 @@ def _wait(session: Session, args: argparse.Namespace, asked: list[int]) -> None:
                 return
 
 
-def _answer(view: View, session: Session, targets: Targets, args: argparse.Namespace) -> Row:
+def _answer(view: View, session: Session, targets: t.Targets, args: argparse.Namespace) -> Row:
     home = session.plan.home
     match view:
         case View.LATENCY:
@@ -172,18 +171,28 @@ def _answer(view: View, session: Session, targets: Targets, args: argparse.Names
             session.poll(POLL_SECONDS)
             flow = rows.one_flow(rows.ours(session.events, home))[: args.limit]
             symbols = {at: symbol(at) for way in flow for event in way if (at := event.more & 0xFFFFFFFFFFFF)}
-            backends = {place_text(place.address, place.port) for place in targets.backends}
+            backends = {t.place_text(place.address, place.port) for place in targets.backends}
             points = rows.flow_rows(flow, _places(home), targets.names, backends, _reasons(), symbols)
-            return {"points": points, "served": bool(backends)}
+            return {"points": points, "refusal": _refusal(points[0], targets, args) if points else ""}
 
 
-def _silent(session: Session, targets: Targets, args: argparse.Namespace) -> Counter[tuple[int, bytes, int, int]]:
+def _refusal(first: Row, targets: t.Targets, args: argparse.Namespace) -> str | None:
+    """Returns why hybrid-proxy itself drops or rejects such packets; empty: it does not; None: no agent says so."""
+    client, (to, *_) = first["source"].rpartition(":")[0].strip("[]"), targets.places
+    packet = Packet("", client, t.unmapped(to.address), to.port, first["protocol"])
+    with suppress(ControllerError):
+        verdict = ask(args.admin_socket, GetTable(None, [packet]), TableAnswer).verdicts[0]
+        return (verdict.why or verdict.reason).rstrip(".") if verdict.verdict in ("reject", "drop") else ""
+    return None
+
+
+def _silent(session: Session, targets: t.Targets, args: argparse.Namespace) -> Counter[tuple[int, bytes, int, int]]:
     """Counts connections without an answer by service and backend, which no packet shows that bypasses the stack."""
     waiting, chosen = session.waiting(), dict[tuple[str, str], str | None]()
     with suppress(ControllerError), closing(programmed(args.admin_socket)) as here:
         flows = here.flows(ALL)[0] if waiting else []
         chosen = {(flow.client, flow.frontend): flow.backend for flow in flows if flow.protocol == "TCP"}
-    found = ((service, place_of(chosen.get((client, to)) or to, "TCP")) for service, client, to in waiting)
+    found = ((service, t.place_of(chosen.get((client, to)) or to, "TCP")) for service, client, to in waiting)
     return Counter((service, *place) for service, place in found if place in targets.backends)
 
 

@@ -56,14 +56,7 @@ def place_of(text: str, protocol: str) -> Place:
 def of_services(
     services: Sequence[ServiceRow], backends: Iterable[BackendRow], node: Sequence[str], *, to: Place | None = None
 ) -> Targets:
-    """Selects all services, or one destination.
-
-    Args:
-        services: rows of `hybrid-proxy services`.
-        backends: rows of `hybrid-proxy backends`.
-        node: the node's addresses, for node ports.
-        to: a destination, of a service or not.
-    """
+    """Selects all services, or one destination, of a service or not. `node` are its addresses, for node ports."""
     names: list[str] = []
     places: dict[Place, int] = {}
     for row in services:

@@ -71,11 +71,8 @@ class Entry(NamedTuple):
 def program(view: View, fields: Mapping[str, int], source: str, *, reasons: bool = True) -> str:
     """Returns the whole text.
 
-    Args:
-        view: what is measured.
-        fields: the byte offset of each of FIELDS.
-        source: packets.c.
-        reasons: this kernel says why it drops a packet (Linux 5.17).
+    `fields` has the byte offset of each of FIELDS, `source` packets.c; `reasons`: this kernel says why it drops
+    a packet (Linux 5.17).
     """
     numbers = {
         view.value: 1, "POINT_ENDS": ENDS, "POINT_AT_DATA": AT_DATA, "POINT_ANYWHERE": EVERYWHERE,

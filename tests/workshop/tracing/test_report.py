@@ -15,7 +15,7 @@ TIMES = {"count": 11, "mean_ns": 31_800, "p50_ns": 28_700, "p99_ns": 73_800, "ma
 
 
 def answer(view: str, **rows: Any) -> dict[str, Any]:
-    return {"view": view, "mode": "nftables", "seconds": 1.0, "missing": {}, "served": True, **rows}
+    return {"view": view, "mode": "nftables", "seconds": 1.0, "missing": {}, "refusal": "", **rows}
 
 
 def connected(service: str, *backends: str) -> dict[str, Any]:
@@ -30,9 +30,9 @@ def connected(service: str, *backends: str) -> dict[str, Any]:
 
 def point(number: int, at: float, name: str, source: str, destination: str, **more: Any) -> dict[str, Any]:
     return {
-        "packet": number, "direction": "request", "flags": "SYN", "bytes": 74, "source": source, "backend": None,
-        "destination": destination, "service": "default/web:http", "us": at, "step_us": 1.5, "point": name,
-        "where": "pod fd77:1::14", "interface": "eth0", **more,
+        "packet": number, "direction": "request", "protocol": "TCP", "flags": "SYN", "bytes": 74, "source": source,
+        "destination": destination, "service": "default/web:http", "backend": None, "us": at, "step_us": 1.5,
+        "point": name, "where": "pod fd77:1::14", "interface": "eth0", **more,
     }  # fmt: skip
 
 
@@ -127,21 +127,66 @@ def test_a_syn_that_came_again_is_marked_and_the_end_counts_what_was_dropped() -
         "packet 1: request, SYN, 74 bytes", "packet 2: request, SYN, again, 74 bytes",
         "packet 3: request, ACK, 74 bytes",
     ]  # fmt: skip
-    assert shown[-1] == "1 of 3 packets dropped: NETFILTER_DROP (a firewall's rule)"
-    assert list(lines(answer("follow", points=[*sent, acked]), Screen()))[-1] == "none of 3 packets dropped"
+    assert shown[-3] == "1 of 3 packets dropped: NETFILTER_DROP (a firewall's rule)"
+    assert list(lines(answer("follow", points=[*sent, acked]), Screen()))[-3] == "none of 3 packets dropped"
 
 
 @pytest.mark.parametrize(
-    ("reason", "function", "where", "served", "said"),
-    [("NETFILTER_DROP", "nf_hook_slow", "node", True, "a firewall's rule"),
-     ("NETFILTER_DROP", "nf_hook_slow", "node", False, "hybrid-proxy's own rule: no endpoint"),
-     ("NETFILTER_DROP", "nf_hook_slow", "pod x", False, "the pod's own rules"),
-     ("IP_INNOROUTES", "ip_error", "node", True, "routing refused it")],
+    ("reason", "function", "where", "refusal", "said"),
+    [("NETFILTER_DROP", "nf_hook_slow", "node", "", "a firewall's rule"),
+     ("NETFILTER_DROP", "nf_hook_slow", "node", None, "a firewall's rule, or hybrid-proxy's own"),
+     ("NETFILTER_DROP", "nf_hook_slow", "node", "no endpoint", "hybrid-proxy's own rule"),
+     ("NETFILTER_DROP", "nf_hook_slow", "pod x", "no endpoint", "the pod's own rules"),
+     ("IP_INNOROUTES", "ip_error", "node", "", "routing refused it")],
 )  # fmt: skip
-def test_whose_a_drop_is(reason: str, function: str, where: str, served: bool, said: str) -> None:
+def test_whose_a_drop_is(reason: str, function: str, where: str, refusal: str | None, said: str) -> None:
     more = {"reason": reason, "function": function, "where": where}
     points = [point(1, 1.0, "dropped", CLIENT, FRONTEND, **more)]
-    assert list(lines(answer("follow", points=points, served=served), Screen()))[-1].endswith(f"{reason} ({said})")
+    shown = list(lines(answer("follow", points=points, refusal=refusal), Screen()))
+    assert any(line.startswith("1 of 1 packet") and line.endswith(f"{reason} ({said})") for line in shown)
+
+
+SYN = point(1, 1.0, "sent", CLIENT, FRONTEND)
+CHOSEN = SYN | {"backend": BACKEND, "destination": BACKEND, "where": "node"}
+ANSWER = point(2, 2.0, "sent", BACKEND, CLIENT, direction="reply", where="pod fd77:2::11") | {"flags": "SYN ACK"}
+OWN = ANSWER | {"source": FRONTEND, "where": "node"}
+RESET = {"flags": "RST ACK"}
+LOST = {"point": "dropped", "reason": "NETFILTER_DROP", "function": "f"}
+SILENT = {"point": "dropped", "reason": "NO_SOCKET", "function": "f", "where": "pod fd77:2::11"}
+RULE = "nothing listens there, or a rule rejects"
+
+
+@pytest.mark.parametrize(
+    ("points", "refusal", "said"),
+    [([SYN, CHOSEN, ANSWER | RESET], "", f"refused by backend {BACKEND}: {RULE}"),
+     ([SYN | {"flags": ""}, CHOSEN | SILENT | {"flags": ""}], "", f"refused by backend {BACKEND}: {RULE}"),
+     ([SYN, CHOSEN, ANSWER, ANSWER | RESET], "", f"backend {BACKEND} answered, and reset the connection later"),
+     ([SYN, CHOSEN, ANSWER | LOST], "", f"backend {BACKEND} answered, but every answer was dropped"),
+     ([SYN, CHOSEN | LOST], "", f"every packet was dropped on the way to backend {BACKEND}"),
+     ([SYN, SYN | LOST], "", "every packet was dropped"),
+     ([SYN, CHOSEN], "", f"no answer came from backend {BACKEND}"),
+     ([SYN], "", "no answer came from this node"),
+     ([SYN, OWN | RESET], "no endpoints", "refused by this node: no endpoints"),
+     ([SYN, OWN | RESET], None, "refused by this node"),
+     ([SYN | LOST], "not allowed", "hybrid-proxy refused it: not allowed"),
+     ([SYN, OWN], "",
+      "a process of this node accepted it, as the relay of mode userspace does; its backends are not shown")],
+)  # fmt: skip
+def test_the_end_says_what_became_of_the_connection_and_what_to_do(
+    points: list[dict[str, Any]], refusal: str | None, said: str
+) -> None:
+    doctor = f"next, run `hybrid-proxy doctor --from fd77:1::14 --to {FRONTEND}`"
+    assert list(lines(answer("follow", points=points, refusal=refusal), Screen()))[-2:] == [said, doctor]
+
+
+def test_the_command_to_run_next_names_a_protocol_that_is_not_tcp() -> None:
+    points = [SYN | {"protocol": "UDP", "flags": ""}]
+    assert list(lines(answer("follow", points=points), Screen()))[-1].endswith(f" --to {FRONTEND}/udp`")
+
+
+@pytest.mark.parametrize("points", [[SYN, CHOSEN, ANSWER], [SYN, ANSWER]])
+def test_an_answered_connection_needs_nothing_to_be_done(points: list[dict[str, Any]]) -> None:
+    assert list(lines(answer("follow", points=points), Screen()))[-1] == f"answered by backend {BACKEND}"
 
 
 @pytest.mark.parametrize(
@@ -154,7 +199,7 @@ def test_what_leaves_the_node_for_the_address_of_a_service_was_not_translated(
 ) -> None:
     points = [point(1, 1.0, "sent", CLIENT, FRONTEND, where=where, backend=backend) | {"service": service}]
     shown = list(lines(answer("follow", points=points), Screen()))
-    assert shown[-1].startswith("not translated: ") is said
+    assert shown[-2].startswith("not translated: ") is said
 
 
 def test_what_comes_after_the_first_second_is_told_in_seconds() -> None:

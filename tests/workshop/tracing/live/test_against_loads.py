@@ -345,6 +345,23 @@ def test_one_of_many_refused_connections_is_followed_alone(stage: Stage) -> None
     assert len({row["us"] for row in points if (row["where"], row["flags"]) == ("node", "SYN")}) <= 2, report
 
 
+@pytest.mark.parametrize(("target", "refusal"), [("10.96.0.99:80", "the service has no endpoints"), (WEB[4], "")])
+def test_a_refusal_of_hybrid_proxy_has_its_reason_and_one_of_a_pod_has_none(
+    stage: Stage, target: str, refusal: str
+) -> None:
+    for pod in ("pod1", "pod2", "pod3"):
+        stage.drop_in(pod, "tcp dport 8080", "input", how="reject with tcp reset")
+    try:
+        with stage.traced("--from", stage.lab["pod4"].address4, "--to", target) as report:
+            tally = stage.load("connections", target, count=1, concurrency=1)
+    finally:
+        for pod in ("pod1", "pod2", "pod3"):
+            stage.undrop(pod)
+    assert tally.answered == 0
+    assert report["points"]
+    assert report["refusal"] == refusal
+
+
 def test_one_of_many_clients_datagrams_is_followed_alone(stage: Stage) -> None:
     """From its first one on; a relay sends with the memory of what it has received."""
     stop = threading.Event()
