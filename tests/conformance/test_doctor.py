@@ -12,6 +12,7 @@ import shutil
 import signal
 import socket
 import struct
+import sys
 import tarfile
 import threading
 import time
@@ -1335,7 +1336,8 @@ INCIDENTS = [
         (NAME,),
         "endpoint-route",
         alone=True,
-        said="refuses what it sends: pref",
+        said="the way from 10.77.1.12 is wrong: this node's routing refuses what it sends: pref",
+        noted="2 of 3 backends answer, from the node and from pod 10.77.1.14",
         repaired=True,
     ),
     Incident(
@@ -1343,7 +1345,7 @@ INCIDENTS = [
         rule("from", "pod4"),
         (NAME, "--from", "10.77.1.14"),
         "endpoint-route",
-        said="the way to 10.77.1.14 is wrong: this node's routing refuses what it sends: pref",
+        said="the way from 10.77.1.14 is wrong: this node's routing refuses what it sends: pref",
     ),
     Incident("forwarding is off", not_forwarding("ip_forward"), (NAME,), "forwarding-off"),
     Incident("the API server is unreachable", no_api, (), "api-unreachable"),
@@ -1603,6 +1605,19 @@ def test_doctor_names_a_pods_route_that_is_gone_and_the_command_that_puts_it_bac
         (found,) = (each for each in clinic.doctor()[1].findings if each.cause == "endpoint-route")
         assert (found.mark, f"`ip route replace {end} dev {link}`" in found.todo) == ("problem", True), found
     assert "endpoint-route" not in {each.cause for each in clinic.doctor()[1].findings}, "it is back"
+
+
+@only_in("ebpf")
+def test_of_a_link_that_is_down_no_earlier_wrong_route_is_advised(clinic: Clinic) -> None:
+    recovered(clinic)
+    end, wrong = clinic.lab["pod2"].address4, clinic.lab["pod3"].interface
+    with route("pod3")(clinic):
+        clinic.written(lambda row: f"route to {end} by {wrong} added" in row.what)
+    clinic.written(lambda row: f"route to {end} by {wrong} removed" in row.what)
+    with link_down("node")(clinic):
+        found = clinic.doctor()[1]
+    assert found.cause == "link-down", found
+    assert not any(f"dev {wrong}" in each.todo for each in found.findings), found
 
 
 @contextmanager
@@ -2395,6 +2410,24 @@ def test_a_link_without_ipv6_is_told_with_the_setting(clinic: Clinic) -> None:
     assert any(f"sysctl -w net.ipv6.conf.{link}.disable_ipv6=0" in each.todo for each in found.findings), found
 
 
+@only_in("nftables")
+def test_a_link_whose_mtu_leaves_it_without_ipv6_is_repaired_by_the_commands(clinic: Clinic) -> None:
+    recovered(clinic)
+    link = clinic.lab["pod2"].interface
+    with dual_stack(clinic, "pod2"), kept(clinic, "node", link):
+        clinic.run("node", "ip", "link", "set", link, "mtu", "600")
+        try:
+            (there,) = (each for each in clinic.doctor(NAME)[1].findings if each.subject == "routes")
+            of_node = [each.todo for each in clinic.doctor()[1].findings]
+            assert f"leaves {link} without IPv6" in there.text
+            assert not any(each.startswith(f"`ip route replace {clinic.lab['pod2'].address6}") for each in of_node)
+            for command in re.findall(r"`(ip .+?)`", there.todo):
+                clinic.run("node", *command.split())
+            assert all(each.subject != "routes" for each in clinic.doctor(NAME)[1].findings)
+        finally:
+            clinic.run("node", "ip", "link", "set", link, "mtu", "1500")
+
+
 @only_in("ebpf")
 def test_a_pod_that_lost_its_ipv6_route_is_told_with_the_command_of_that_family(clinic: Clinic) -> None:
     recovered(clinic)
@@ -2417,8 +2450,11 @@ def test_a_set_of_addresses_that_the_firewall_drops(clinic: Clinic, elements: st
     reported = [each.text for each in found.findings if each.cause == "firewall"]
     # In the one mode the node's own connections go to backends, in the other a program sends the packets on.
     met = "192.168" in elements and mode not in ("userspace", "ebpf")
-    said = "on the way of 192.168.77.1 is `ip saddr @blocked(192.168.77.1) drop` in chain c of table inet somebody"
-    assert (code, reported) == (0, [said] * met)
+    said = (
+        "192.168.77.1 is probably blocked by `ip saddr @blocked(192.168.77.1) drop` in chain c of table inet somebody"
+    )
+    assert (code, reported) == (int(met), [said] * met)
+    assert found.verdict.startswith(said) is met
 
 
 @only_in("nftables")
@@ -2426,8 +2462,8 @@ def test_a_set_of_addresses_that_the_firewall_drops(clinic: Clinic, elements: st
 def test_a_client_that_is_not_in_the_set_of_the_firewall(clinic: Clinic, element: str, shown: str) -> None:
     with clinic.rules("node", SETS.format(element).replace("saddr @", "saddr != @")):
         found = clinic.doctor(*FROM_OUTSIDE)[1]
-    reported = [each.text for each in found.findings if each.text.startswith("on the way of 192.168.77.1 is")]
-    said = f"on the way of 192.168.77.1 is `ip saddr != @blocked({shown}) drop` in chain c of table inet somebody"
+    reported = [each.text for each in found.findings if each.text.startswith("192.168.77.1 is")]
+    said = f"192.168.77.1 is probably blocked by `ip saddr != @blocked({shown}) drop` in chain c of table inet somebody"
     assert reported == [said] * bool(shown), found
 
 
@@ -2461,8 +2497,36 @@ def test_a_rule_is_on_the_way_of_a_client_outside_where_it_takes_its_packets(
     met = [
         [each.mark for each in one.findings if "counter drop" in each.text and " way of " in each.text] for one in found
     ]
+    blocked = [each.mark for each in found[0].findings if each.text.startswith("192.168.77.1 is probably blocked by ")]
     assert answers is (mode == "ebpf" and not local), found
-    assert met[0][0] == ("ok" if answers else "warning")
+    assert (met[0], blocked) == ((["ok"], []) if answers else ([], ["problem"])), found
+
+
+@only_in("nftables", "iptables")
+@pytest.mark.parametrize("hook", ["forward", "prerouting"])
+def test_of_a_client_outside_a_rule_that_counts_it_is_the_verdict(clinic: Clinic, hook: str) -> None:
+    """The client tries on and on, as people do who ask why it fails."""
+    recovered(clinic)
+    clinic.put(*PODS, type="NodePort")
+    asks = f"import socket\nwhile True: socket.socket().connect_ex(('192.168.77.2', {NODE_PORT}))"
+    rule = "ip saddr 192.168.77.1 tcp dport { 8080, 30080 } counter reject with tcp reset"
+    with clinic.rules("node", AT_HOOK.format(hook, "").replace("tcp dport 8080  drop", rule)):
+        client = clinic.lab.start("client", [sys.executable, "-c", asks])
+        try:
+            code, found = clinic.doctor(*FROM_OUTSIDE)
+        finally:
+            client.kill()
+            client.wait()
+    assert (code, found.cause, found.certain) == (1, "firewall", True), found
+    assert found.verdict.startswith("192.168.77.1 is blocked by `ip saddr 192.168.77.1 tcp dport "), found
+
+
+@only_in("nftables", "iptables")
+def test_a_client_outside_that_source_ranges_leave_out_is_the_verdict(clinic: Clinic) -> None:
+    clinic.put(*PODS, **GUARDED)
+    code, found = clinic.doctor(NAME, "--from", "203.0.113.7")
+    assert (code, found.cause) == (1, "source-not-allowed"), found
+    assert re.search(r": 203\.0\.113\.7 is not in 192\.168\.77\.0/24.*; it is let in at", found.verdict), found
 
 
 ALLOWING = "table inet somebody {{ chain c {{ type filter hook forward priority 0 ; {} ; }} ; }}"

@@ -22,6 +22,7 @@ from hybrid_proxy.controller.commands.doctor.checks import (
 from hybrid_proxy.controller.commands.doctor.connect import Attempt, Origin, Speech, repeats, speech_of, try_all
 from hybrid_proxy.controller.commands.doctor.facts import (
     NO_FREE_PORT,
+    REFUSES_SENT,
     Cause,
     Finding,
     NodeFacts,
@@ -31,6 +32,7 @@ from hybrid_proxy.controller.commands.doctor.facts import (
     ServiceFacts,
     Tried,
 )
+from hybrid_proxy.controller.commands.doctor.node import last_routes
 from hybrid_proxy.controller.commands.doctor.service import is_about
 from hybrid_proxy.controller.commands.status import Verdict as Judged
 from hybrid_proxy.controller.commands.status import verdict as judged
@@ -439,6 +441,14 @@ def test_backends_behind_a_bad_way_count_among_all() -> None:
     assert "2 of 3 backends answer, from the node and from pod 10.0.0.9" in [each.text for each in service(found)[2]]
 
 
+def test_a_backend_that_answers_the_node_and_no_pod_is_not_among_those_that_answer_a_pod() -> None:
+    why = f"{REFUSES_SENT}: pref 9 from 10.0.0.1"
+    _, _, findings = service(facts(tried(A, pod="silent"), tried(B), tried(VIP), astray={"10.0.0.1": (why, "")}))
+    texts = [each.text for each in findings]
+    assert "1 of 2 backends answers, from the node and from pod 10.0.0.9" in texts
+    assert f"the way from 10.0.0.1 is wrong: {why}" in texts
+
+
 @pytest.mark.parametrize(
     ("one", "other"),
     [
@@ -765,6 +775,12 @@ def test_each_trouble_of_the_node_is_one_finding(changes: dict[str, object], cau
     assert all(each.todo for each in findings if each.mark == "problem")
 
 
+def test_of_a_mode_that_ejects_nothing_no_agent_is_missed_for_ejections() -> None:
+    (found,) = (each for each in node_findings(msgspec.structs.replace(WELL, programmed={"iptables": 2}))
+                if each.subject == "backends")  # fmt: skip
+    assert found.text == "mode iptables does not see whether connections to backends fail"
+
+
 # fmt: off
 UNKNOWN_FACTS = [
     pytest.param({"hung": ("the agent (PID 7)", "restart it"), "programmed": {"ebpf": 2}}, {"backends"}, id="the agent hangs"),
@@ -1063,6 +1079,19 @@ def test_an_uplink_that_the_agent_and_the_node_know_to_be_down_is_told_once() ->
     node = msgspec.structs.replace(WELL, cut=("eth0",), agent=agent_status(cut=["eth0"]))
     (found,) = (each for each in node_findings(node) if each.mark == "problem")
     assert (found.subject, found.text) == ("node", "eth0 is down, and what led by it is gone")
+
+
+@pytest.mark.parametrize(
+    ("whats", "last"),
+    [(["veth1 removed"], ["veth1"]), (["veth1 removed", "veth3 added", "veth3 removed"], ["veth3"]),
+     (["veth1 removed", "veth3 added"], []), (["veth1 added", "veth3 removed"], []), (["veth3 added"], [])],
+    ids=["gone", "was repaired", "gone with its interface", "replaced, and gone with its interface", "there"],
+)  # fmt: skip
+def test_a_lost_route_to_a_pod_is_the_last_one_that_there_was(whats: list[str], last: list[str]) -> None:
+    changes = [
+        ChangeRow(first=at, last=at, kind="node", what=f"route to 10.0.0.3 by {each}") for at, each in enumerate(whats)
+    ]
+    assert [*last_routes(changes).values()] == last
 
 
 def test_a_default_route_that_is_gone_is_reported_with_the_command() -> None:
@@ -1505,7 +1534,7 @@ def test_a_rule_that_takes_packets_of_a_client_elsewhere_is_named(rule: Rule, se
     )
     findings = service(asked, msgspec.structs.replace(WELL, programmed={serving: 1}))[2]
     named = [each for each in findings if each.cause == "firewall"]
-    assert [(each.mark, each.certain) for each in named] == [("warning", False)] * met
+    assert [(each.mark, each.certain) for each in named] == [("problem", False)] * met
     assert all("`hybrid-proxy trace --from 192.168.77.1 --to 192.168.77.2:30080`" in each.todo for each in named)
 
 
@@ -1554,8 +1583,8 @@ OUTER = TablePort(
 @pytest.mark.parametrize(
     ("serving", "masquerade", "hook", "mark"),
     [("ebpf", Masquerade.ALWAYS, "forward", "ok"), ("ebpf", Masquerade.ALWAYS, "prerouting", "ok"),
-     ("ebpf", Masquerade.POD, "forward", "warning"), ("ebpf", Masquerade.ALWAYS, "egress", "warning"),
-     ("nftables", Masquerade.ALWAYS, "forward", "warning")],
+     ("ebpf", Masquerade.POD, "forward", "problem"), ("ebpf", Masquerade.ALWAYS, "egress", "problem"),
+     ("nftables", Masquerade.ALWAYS, "forward", "problem")],
 )  # fmt: skip
 def test_a_rule_past_which_the_program_sends_a_client_on_is_not_on_its_way(
     serving: str, masquerade: Masquerade, hook: str, mark: str
@@ -1614,9 +1643,9 @@ def test_a_rule_that_any_client_outside_meets_is_named_unasked(
 
 @pytest.mark.parametrize(
     ("source", "served", "mark"),
-    [("10.0.0.9", VIP, "ok"), ("", "192.168.77.2:30080", "warning"), ("", VIP, "problem"), ("", "", "problem")],
+    [("10.0.0.9", VIP, "ok"), ("", "192.168.77.2:30080", "problem"), ("", VIP, "problem"), ("", "", "problem")],
 )
-def test_one_address_that_does_not_admit_a_client_is_no_problem_where_another_serves_it(
+def test_one_address_that_does_not_admit_a_client_is_no_problem_of_a_pod_that_another_serves(
     source: str, served: str, mark: str
 ) -> None:
     closed = [msgspec.structs.replace(DENIED, name=f"198.51.100.7:{number}") for number in (80, 443)]
@@ -1625,7 +1654,30 @@ def test_one_address_that_does_not_admit_a_client_is_no_problem_where_another_se
     (found,) = [each for each in service(asked)[2] if "loadBalancerSourceRanges" in each.text]
     assert found.mark == mark
     assert "of 198.51.100.7:80, 198.51.100.7:443: 1.1.1.1 is not in 2.0.0.0/8" in found.text
-    assert (f"; it is let in at {served}" in found.text) is (mark != "problem")
+    assert (f"; it is let in at {served}" in found.text) is (served not in ("", VIP) or bool(source))
+
+
+@pytest.mark.parametrize(
+    ("text", "now", "words", "certain"),
+    [("ip saddr 192.168.77.1 counter reject", 3, "is blocked by", True),
+     ("ip saddr 192.168.77.1 counter reject", 0, "is probably blocked by", False),
+     ("tcp dport 8080 counter reject", 3, "is probably blocked by", False)],
+)  # fmt: skip
+def test_a_client_that_a_rule_about_it_counted_is_blocked_for_sure(
+    text: str, now: int, words: str, certain: bool
+) -> None:
+    rejects = rule("forward", text, 9)
+    counted = {msgspec.structs.replace(rejects, packets=None): now} if now else {}
+    asked = facts(*GOOD, ports=(OUTER,), rules=(rejects,), counted=counted, stranger="192.168.77.1", stranger_at="eth0")
+    found = diagnose("x", service(asked, msgspec.structs.replace(WELL, programmed={"iptables": 1}))[2], asked.tried)
+    assert (found.well, found.certain, found.cause) == (False, certain, "firewall")
+    assert found.verdict.startswith(f"192.168.77.1 {words} `{text}`"), found.verdict
+
+
+def test_a_rule_about_one_backend_of_two_does_not_block_a_client() -> None:
+    asked = facts(*GOOD, ports=(OUTER,), rules=(rule("forward", "ip daddr 10.0.0.1 drop"),), stranger="192.168.77.1")
+    (found,) = (each for each in service(asked)[2] if each.cause == "firewall")
+    assert (found.mark, found.text.startswith("on the way of 192.168.77.1 is")) == ("warning", True)
 
 
 def test_of_a_node_without_an_agent_that_comes_first() -> None:

@@ -19,6 +19,7 @@ from hybrid_proxy.controller.commands.doctor.facts import (
     LOST,
     NO_FREE_PORT,
     REACHED,
+    REFUSES_SENT,
     UNANSWERED,
     WORST_FIRST,
     Cause,
@@ -167,8 +168,7 @@ def node_findings(facts: NodeFacts) -> Iterator[Finding]:
     yield from _misplaced(facts.misplaced)
     misled = _misled(facts)
     for address, (why, todo) in misled.items():
-        text = f"the way to {address} is wrong: {why}"
-        yield Finding("problem", "routes", text, todo, "endpoint-route", not why.endswith("?"), 1)
+        yield _wrong_way("problem", address, why, todo)
     for each in (one for one in facts.lost_routes if one.split()[3] not in misled):
         text = f"this node lost its route to {each.split()[3]}, and {each.split()[-1]}, by which it led, is up"
         yield Finding("warning", "routes", text, f"`{each}`; the CNI plugin's log may say why", "endpoint-route")
@@ -194,7 +194,7 @@ def node_findings(facts: NodeFacts) -> Iterator[Finding]:
     if facts.conntrack is not None:
         yield _conntrack(facts.conntrack, facts.conntrack_user, facts.lost)
     yield from (Finding("ok", "other programs", text) for text in facts.beside)
-    if agent is None:
+    if agent is None and not (facts.programmed and t.SEE_FAILURES.isdisjoint(facts.programmed)):
         yield Finding("unknown", "backends", "the agent alone knows which are ejected")
     elif blind := sorted(_serving(facts) - t.SEE_FAILURES):
         text = f"mode {' and '.join(blind)} does not see whether connections to backends fail"
@@ -569,7 +569,7 @@ def _table(facts: ServiceFacts) -> Iterator[Finding]:
         text = f"source not in loadBalancerSourceRanges{' of ' * bool(names)}{names}: {closed[0].why}"
         text += f"; it is let in at {some(served)}" * bool(served)
         todo = "add the client's range to the Service, or connect from one of these"
-        mark: Mark = "problem" if not served else "warning" if facts.stranger else "ok"
+        mark: Mark = "ok" if served and not facts.stranger else "problem"
         yield Finding(mark, "table", text, todo, "restricted" if mark == "ok" else "source-not-allowed")
     if facts.packet and not closed and facts.verdicts and facts.verdicts[0].verdict == "drop":
         text, todo = _policy(facts.verdicts[0].why, facts, [family_of(facts.packet.dst)], "it")
@@ -686,8 +686,13 @@ def _links(facts: ServiceFacts) -> Iterator[Finding]:
         others = [each for each in facts.tried if each.source != address]  # no other client meets what is wrong
         spared = address not in ends and address != facts.client and any(each.place == "pod" for each in others)
         mark: Mark = "warning" if spared and all(map(is_good, others)) else "problem"
-        text = f"pod {address} as a client: " * (mark == "warning") + f"the way to {address} is wrong: {why}"
-        yield Finding(mark, "routes", text, todo, "endpoint-route", not why.endswith("?"), 1)
+        yield _wrong_way(mark, address, why, todo)
+
+
+def _wrong_way(mark: Mark, address: str, why: str, todo: str) -> Finding:
+    way = "from" if why.startswith(REFUSES_SENT) else "to"
+    text = f"pod {address} as a client: " * (mark == "warning") + f"the way {way} {address} is wrong: {why}"
+    return Finding(mark, "routes", text, todo, "endpoint-route", not why.endswith("?"), 1)
 
 
 def _misplaced(those: Mapping[str, str]) -> Iterator[Finding]:
@@ -893,6 +898,7 @@ def _connections(facts: ServiceFacts, node: NodeFacts) -> Iterator[Finding]:
         for rule, those in named:
             ends |= {each.end for each in those}
             yield _blamed(facts, [rule], those, f"connections to {_targets(those)} failed {_from(those)}")
+    ends |= {each.end for each in dead}  # of which an answer to another client proves little
     yield from _of_backends([each for each in direct if each.end not in ends], facts, node)
     yield from _slow(direct)
     if bad:
@@ -937,11 +943,12 @@ def _outside(facts: ServiceFacts, node: NodeFacts, to: str) -> Iterator[Finding]
     ebpf, before = _serving(node) == {"ebpf"}, BEFORE if _relays(node) else BEFORE - {"input"}
     own = [rule for rule in facts.rules if not (rule.away or rule.pod or rule.spares)]
     own = [rule for rule in own if facts.stranger or _END.search(rule.text)]
-    met, past, unsure = dict[Rule, str](), dict[Rule, str](), set[Rule]()  # and where to
+    met, past, unsure, barred = dict[Rule, str](), dict[Rule, str](), set[Rule](), False  # and where to
     for port in facts.ports:
         inner = not facts.stranger or any(each.kind is not Kind.CLUSTER_IP for each in port.frontends)
         outer = [each for each in port.frontends if not inner or each.kind is not Kind.CLUSTER_IP]
         named = places(msgspec.structs.replace(port, frontends=tuple(outer)), facts.table.node_ports_at)
+        named = [at for at in named if at[0] != "::1" and not at[0].startswith("127.")]  # no client outside asks there
         named = [(facts.packet.dst, facts.packet.port)] if facts.packet else named
         behind = [(end.address, end.port) for end in reached(facts, port) if outer and not _relays(node)]
         sent_on = ebpf and all(each.masquerade & Masquerade.EXTERNAL for each in outer)
@@ -951,21 +958,28 @@ def _outside(facts: ServiceFacts, node: NodeFacts, to: str) -> Iterator[Finding]
             (past, behind * sent_on, FORWARDED),
         ):
             there = [rule for rule in own if hooks & {*rule.hooks} and not (rule.late and hooks is before)]
+            closed = 0
             for end in ends:
                 one = Tried("node", facts.stranger, "backend", socket_text(*end), port.protocol, "failed")
                 at = _end(one) if hooks is before and not facts.packet else to
-                found |= {rule: found.get(rule, at) for rule in there if _is_about(rule, one, facts)}
+                those = {rule: found.get(rule, at) for rule in there if _is_about(rule, one, facts)}
+                found.update(those)
                 unsure |= {rule for rule in found if _passes(rule, [one], facts, surely=False)}
+                closed += bool(those)
+            barred |= found is met and bool(facts.stranger) and 0 < closed == len(ends)  # no other address is open
     who = facts.stranger or f"clients outside to {some([*dict.fromkeys(met.values())])}"
     if rules := sorted(met, key=lambda rule: _idle(rule, facts)):
         now = -_idle(rules[0], facts)[0]
-        text = f"{to} {'may be' if rules[0] in unsure else 'is probably'} blocked: " * bool(facts.packet)
-        text += f"on the way of {who} {_verb(rules, 'is', 'are')} {some(list(map(str, rules)), '; ')}"
+        sure = now > 0 and facts.stranger in _WORD.findall(rules[0].text)
+        words = f"{'is' if sure else 'may be' if rules[0] in unsure else 'is probably'} blocked"
+        way = f"on the way of {who} {_verb(rules, 'is', 'are')}"
+        way = f"{to} {words}: {way}" if facts.packet else f"{who} {words} by" if barred else way
+        text = f"{way} {some(list(map(str, rules)), '; ')}"
         text += f"; the first counted {several(now, 'packet')} just now" * (now > 0)
         options = f"--from {facts.stranger} " * bool(facts.stranger) + f"--to {met[rules[0]]}"
         todo = f"{_accept(rules[0], 'these clients')}; `hybrid-proxy trace {options}` shows what gets past it"
-        mark: Mark = "problem" if facts.packet else "warning"  # of a Service, another address may be open
-        yield Finding(mark, "firewall", text, todo, "firewall", certain=False)
+        mark: Mark = "problem" if facts.packet or barred else "warning"  # of a Service, another address may be open
+        yield Finding(mark, "firewall", text, todo, "firewall", sure)
     if facts.stranger and (spared := [str(rule) for rule in past if rule not in met]):
         text = f"not on the way of {who}: mode ebpf sends these packets on past FORWARD: {some(spared, '; ')}"
         yield Finding("ok", "firewall", text)

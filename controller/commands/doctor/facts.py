@@ -25,6 +25,7 @@ REACHED: tuple[Outcome, ...] = ("answered", "accepted", "mute", "stalled", "clos
 UNANSWERED: tuple[Outcome, ...] = ("mute", "stalled")  # what was lost came after the handshake
 LOST: tuple[Outcome, ...] = ("silent", "unreachable", "failed")
 NO_FREE_PORT = "no free port"  # begins the detail of what failed because the client's are used up
+REFUSES_SENT = "this node's routing refuses what it sends"  # begins what is wrong with the way from an endpoint
 
 
 class Tried(msgspec.Struct, frozen=True):

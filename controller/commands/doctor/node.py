@@ -14,11 +14,11 @@ from typing import Final, NamedTuple, TypeVar
 import msgspec
 
 from hybrid_proxy.controller.commands.doctor.facts import NodeFacts, PodLink
-from hybrid_proxy.controller.commands.doctor.way import link_of
+from hybrid_proxy.controller.commands.doctor.way import LEAST_MTU, link_of
 from hybrid_proxy.controller.commands.troubles import NEARLY_FULL
 from hybrid_proxy.controller.commands.views import Agent, Programmed, frontends, last_changes
 from hybrid_proxy.controller.errors import ControllerError
-from hybrid_proxy.controller.semantics.history import CUT, GONE
+from hybrid_proxy.controller.semantics.history import CUT, GONE, ChangeRow
 from hybrid_proxy.controller.serving.admin import BusyError, NoAgentError, StartingError
 from hybrid_proxy.controller.serving.memory import how_it_ended, memory_path, recall
 from hybrid_proxy.controller.serving.protocol import AgentStatus
@@ -59,9 +59,9 @@ def at_node(asked: Agent, cgroup: str | None) -> Node:
     missing = tuple(each.replace(" add ", " replace ") if each.split()[3] in there else each for each in gone)
     lost_by = {each.split()[-1] for each in missing} | {row.what.partition(CUT)[0] for row in changes}
     families = {4, *(6 for row in rows for text in row.frontends if text.startswith("["))}
-    hosts = {each.name: each.hosts for each in interfaces.interfaces if each.peer_elsewhere and each.up}
-    led = {pair for row in changes for pair in re.findall(r"route to (\S+) by (\S+) removed", row.what)}
-    lost = sorted((to, by) for to, by in led if by in hosts and not any(to in each for each in hosts.values()))
+    pods = {each.name: each for each in interfaces.interfaces if each.peer_elsewhere and each.up}
+    led = {to: by for to, by in last_routes(changes).items() if not any(to in each.hosts for each in pods.values())}
+    lost = sorted((to, by) for to, by in led.items() if by in pods and (":" not in to or pods[by].mtu >= LEAST_MTU))
     routed = [each for each in interfaces.interfaces if (each.peer_elsewhere or each.default_route) and not each.master]
     views = here.views if here else ()
     memory = recall(path := memory_path(asked.admin_socket)) if error else None
@@ -105,6 +105,13 @@ def at_node(asked: Agent, cgroup: str | None) -> Node:
         events_unknown=events_unknown,
     )
     return Node(facts, here, rows)
+
+
+def last_routes(changes: Iterable[ChangeRow]) -> dict[str, str]:
+    """Return by which interface each host was reached that lost its route; not where what came last did not go."""
+    ways = [way for row in changes for way in re.findall(r"route to (\S+) by (\S+) (removed|added)", row.what)]
+    went, came = ({to: by for to, by, how in ways if how == word} for word in ("removed", "added"))
+    return {to: by for to, by in went.items() if came.get(to, by) == by}
 
 
 def in_forward(rules: Iterable[Rule]) -> tuple[Rule, ...]:

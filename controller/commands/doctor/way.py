@@ -11,7 +11,7 @@ from typing import Final
 
 import msgspec
 
-from hybrid_proxy.controller.commands.doctor.facts import PodLink, Tried
+from hybrid_proxy.controller.commands.doctor.facts import REFUSES_SENT, PodLink, Tried
 from hybrid_proxy.controller.commands.troubles import forwarding_off, take_off
 from hybrid_proxy.dataplane.errors import DataplaneError
 from hybrid_proxy.dataplane.firewall_rules import Rule
@@ -25,6 +25,7 @@ from hybrid_proxy.dataplane.table import Protocol, family_of, socket_text
 
 _network: Final = lru_cache(4096)(ip_network)  # each route is compared with each endpoint
 PEERS: Final = 3  # to which a packet of an endpoint shall be forwarded
+LEAST_MTU: Final = 1280  # of IPv6: below it the kernel takes that off an interface, with its routes
 VIRTUAL: Final = frozenset({"vxlan", "geneve"})  # whose neighbours the CNI plugin writes itself, for good
 
 
@@ -110,6 +111,9 @@ def astray(
                     no_six = f"net.ipv6.conf.{upper.name}.disable_ipv6"
                     if family == 6 and sysctl.read(f"net/ipv6/conf/{upper.name}/disable_ipv6") == "1":
                         leads, repair = f"{no_six} is 1 there", f"`sysctl -w {no_six}=0`, then {repair}"
+                    elif family == 6 and upper.mtu < LEAST_MTU:
+                        leads = f"an MTU of {upper.mtu} leaves {upper.name} without IPv6"
+                        repair = f"`ip link set {upper.name} mtu {LEAST_MTU}` or more, then {repair}"
                     found[address] = f"its pod is behind {link.name}, and {leads}", f"{repair}; {todo}"
                 elif mac and mac != own:
                     found[address] = f"{entry}, and its pod has {own.hex(':')}", again
@@ -163,7 +167,7 @@ def _not_forwarded(address: str, to: links.Interface, peers: Iterable[str]) -> t
     if not rules and all(links.main_route(each)[2] for each in cut):
         return None
     todo = ", ".join(f"`ip rule del {each}`" for each in rules) or f"`ip rule`; `sysctl net.ipv4.conf.{to.name}`"
-    return ": ".join(("this node's routing refuses what it sends", *rules[:1])), todo
+    return ": ".join((REFUSES_SENT, *rules[:1])), todo
 
 
 def _entry(via: str, name: str | None, mac: bytes) -> str:
