@@ -978,8 +978,7 @@ def _outside(facts: ServiceFacts, node: NodeFacts, to: str) -> Iterator[Finding]
         text += f"; the first counted {several(now, 'packet')} just now" * (now > 0)
         options = f"--from {facts.stranger} " * bool(facts.stranger) + f"--to {met[rules[0]]}"
         todo = f"{_accept(rules[0], 'these clients')}; `hybrid-proxy trace {options}` shows what gets past it"
-        mark: Mark = "problem" if facts.packet or barred else "warning"  # of a Service, another address may be open
-        yield Finding(mark, "firewall", text, todo, "firewall", sure)
+        yield Finding("problem" if facts.packet or barred else "warning", "firewall", text, todo, "firewall", sure)
     if facts.stranger and (spared := [str(rule) for rule in past if rule not in met]):
         text = f"not on the way of {who}: mode ebpf sends these packets on past FORWARD: {some(spared, '; ')}"
         yield Finding("ok", "firewall", text)
