@@ -382,9 +382,9 @@ class TestAgent:
             assert api.events("OtherProxyFound")[0]["note"] == message
             with lab.inside("node"):
                 subprocess.run(["nft", "delete table ip kube-proxy"], check=True)
-            told = [f"other proxy: {message}", "other proxy is gone: kube-proxy's table ip kube-proxy"]
+            expected = [f"other proxy: {message}", "other proxy is gone: kube-proxy's table ip kube-proxy"]
             path = changes_path(str(agent.socket))
-            until(lambda: [row.what for row in read_changes(path) if "other proxy" in row.what] == told, "the rows")
+            until(lambda: [row.what for row in read_changes(path) if "other proxy" in row.what] == expected, "the rows")
         finally:
             lab.run("node", ["nft", "delete table ip kube-proxy"])
 
