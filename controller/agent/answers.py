@@ -178,7 +178,13 @@ class Answers:
                 if dry_run:
                     if not mode:
                         raise ControllerError("a dry run needs the name of a mode")
-                    return p.SwitchAnswer(self.mode.choice.effective, mode, self._missing_for(mode))
+                    missing = ""
+                    try:
+                        self.check_switch(mode)
+                        open_mode(mode).check_room(self.mode.config.options, self.syncer.builder.table)
+                    except (ControllerError, Unsupported) as error:
+                        missing = str(error)
+                    return p.SwitchAnswer(self.mode.choice.effective, mode, missing)
                 return self.switch(mode)
             case p.DrainNode(on):
                 if self.health.leaving != on:
@@ -206,15 +212,6 @@ class Answers:
     def node_faults(self) -> tuple[str, ...]:
         """Describes what is missing or wrong about this node's objects."""
         return self.syncer.builder.node_faults(self.syncer.cluster, needs_node=self.source.connection is not None)
-
-    def _missing_for(self, mode: str) -> str:
-        """Returns why the mode could not serve the current table; empty: it could."""
-        try:
-            self.check_switch(mode)
-            open_mode(mode).check_room(self.mode.config.options, self.syncer.builder.table)
-        except (ControllerError, Unsupported) as error:
-            return str(error)
-        return ""
 
     def _packet_events(self) -> Programmer:
         if self.mode.reporter is None:

@@ -26,6 +26,7 @@ from hybrid_proxy.controller.serving.memory import read_changes
 from hybrid_proxy.controller.serving.protocol import Gone
 from hybrid_proxy.dataplane.diff import changed_services
 from hybrid_proxy.dataplane.errors import told
+from hybrid_proxy.dataplane.other_proxies import whose
 from hybrid_proxy.dataplane.reports import clock, several, shortened, some
 from hybrid_proxy.dataplane.table import EMPTY, ServiceTable
 
@@ -54,6 +55,7 @@ class History:
         self._zone = ""  # of this node
         self._path = path
         self._table = EMPTY  # that was programmed last
+        self.former: Mapping[str, set[str]] = {}  # backends by Service, as the agent before programmed them
         self._rows, self._keys = list[h.ChangeRow](), set[tuple[str | bool, ...]]()  # since the last write
         self._mode = ""  # that has programmed a table
         self._source: SourceState | None = None
@@ -110,7 +112,10 @@ class History:
         gone, came = sorted(before - now), sorted(now - before)
         self._came = {each: when for each, when in self._came.items() if at - when < BRIEF} | dict.fromkeys(came, at)
         names = {each: each.removeprefix("ip ").replace(" add ", " ") for each in (*gone, *came)}
-        mistaken = self._mistaken(gone)
+        places = {each: each.replace("/", " ").split()[3] for each in gone if each.startswith("ip address ")}
+        fronts = (each.address for entry in self._table.entries() for each in entry.frontends) if places else ()
+        services = {*self._table.left_to_node, *fronts}  # nobody wants these back, nor what had just come
+        mistaken = {each for each, address in places.items() if each in self._came or address in services}
         back = {each: f": `{each}`{h.GONE}" for each in gone if each.split()[-1] in links and each not in mistaken}
         self.lost_addresses = {
             each for each in self.lost_addresses | back.keys() if each.startswith("ip address ") and each not in now
@@ -118,25 +123,12 @@ class History:
         self._of_kernel([f"{names[each]} is gone{back.get(each, '')}" for each in gone], worse=True)
         self._of_kernel([f"{names[each]} came" for each in came], worse=False)
 
-    def _mistaken(self, gone: Iterable[str]) -> set[str]:
-        """Returns those of addresses that nobody wants back: that a Service has, or that had just come."""
-        places = {each: each.replace("/", " ").split()[3] for each in gone if each.startswith("ip address ")}
-        fronts = (each.address for entry in self._table.entries() for each in entry.frontends) if places else ()
-        services = {*self._table.left_to_node, *fronts}
-        return {each for each, address in places.items() if each in self._came or address in services}
-
-    def lasting(
-        self, of: str, now: Mapping[str, str], began: str, ended: str, by: str = "the kernel",
-        brief: Callable[[str], str] = str,
-    ) -> None:  # fmt: skip
-        """Remember what began or ended since the last call. `now` is what is so, each with its Service.
-
-        `brief` returns the words for what is over.
-        """
+    def lasting(self, of: str, now: Mapping[str, str], began: str, ended: str, by: str = "the kernel") -> None:
+        """Remember what began or ended since the last call. `now` is what is so, each with its Service."""
         before, self._lasting[of] = self._lasting.get(of, now), now
         for word, those, others in ((ended, before, now), (began, now, before)):
             for what in sorted(those.keys() - others)[:MOST_ROWS]:
-                text = what if those is now else brief(what)
+                text = whose(what) if of == "proxies" and those is before else what
                 self._of_kernel([f"{word}{text}"], worse=those is now, service=those[what], by=by)
 
     def _of_kernel(self, whats: list[str], *, worse: bool, service: str = "", by: str = "the kernel") -> None:
@@ -149,7 +141,7 @@ class History:
         self, table: ServiceTable, zone: str = "", objects: Mapping[str, tuple[Service, Service | None]] | None = None,
         ends: Callable[[str], Collection[str]] = lambda _: (),
     ) -> list[h.ChangeRow]:  # fmt: skip
-        """Remember what distinguishes a table from the one before; of this agent's first one, nothing.
+        """Remember what distinguishes a table from the one before; this agent's first one, from the `former` backends.
 
         `objects` are Services that were changed since, as they were and as they are; `ends` returns the endpoints that
         a Service's slices name. Returns the rows about Services.
@@ -157,9 +149,16 @@ class History:
         found: list[h.ChangeRow] = []
         before, self._table, word, self.word = self._table, table, self.word, ""
         moved, self._zone, objects = zone != self._zone, zone, objects or {}
+        now = time.time()
+        if before is EMPTY:
+            each = (h.since_former(name, was, table.services.get(name, ()), now) for name, was in self.former.items())
+            rows = [*chain.from_iterable(each)]
+            for row in rows[:MOST_ROWS]:
+                self._add(row)
+            if those := [*dict.fromkeys(row.service for row in rows)]:
+                log.info("%s changed while no agent was here: %s", several(len(those), "Service"), some(those))
         if (before is table and not objects) or before is EMPTY:
             return found
-        now = time.time()
         if moved:
             word = f"zone {zone or 'none'} of this node"
         for what in h.change_of_node(before.node, table.node) if table.node != before.node else ():

@@ -26,7 +26,7 @@ from hybrid_proxy.controller.agent.config_follower import ConfigFollower, Follow
 from hybrid_proxy.controller.agent.event_queue import EventQueue
 from hybrid_proxy.controller.agent.history import History
 from hybrid_proxy.controller.agent.maintenance import Maintenance
-from hybrid_proxy.controller.agent.modes import open_mode
+from hybrid_proxy.controller.agent.modes import backends_left, open_mode
 from hybrid_proxy.controller.agent.node_setup import prepare, set_oom_score
 from hybrid_proxy.controller.agent.notebook import Notebook
 from hybrid_proxy.controller.agent.other_proxies import OtherProxiesWatcher
@@ -50,7 +50,6 @@ from hybrid_proxy.dataplane.kernel import conntrack, links, sysctl
 from hybrid_proxy.dataplane.kernel.lock import hold_netns
 from hybrid_proxy.dataplane.kernel.roles import Roles
 from hybrid_proxy.dataplane.netfilter import refuse_full_conntrack
-from hybrid_proxy.dataplane.other_proxies import whose
 from hybrid_proxy.dataplane.reports import FORWARDING, several
 from hybrid_proxy.dataplane.timings import START
 
@@ -59,6 +58,7 @@ log = logging.getLogger(__name__)
 
 STILL_SECONDS = 2.0  # a process that wakes so late was stopped
 WAKE_SECONDS = 1.0  # between two checks of that
+MOST_READ = 2000  # Services whose former backends are read at the start, while nothing is programmed yet
 HTTP_SECONDS = 1.0  # after which health and metrics are served, if the first table is not programmed before
 
 Job = Callable[[], int | None]  # what another thread wants the loop to do; an exit code ends the agent
@@ -201,6 +201,8 @@ class Agent:
             stack.callback(self.mode.close)
             stack.callback(self.history.flush)
             stack.push(self.notebook.leave)
+            if former is not None and 0 < former.services <= MOST_READ:
+                self.history.former = backends_left(former.mode.effective, former.names, self.config.options)
             with START.part("open the mode"):
                 self.mode.open()
             self.other_proxies.start()
@@ -383,7 +385,7 @@ class Agent:
         if (nat := self.other_proxies.nat) is not None:
             self.history.lasting("NAT", {str(each): each.service for each in nat}, "came: ", "gone: ")
         others = dict.fromkeys(self.other_proxies.warnings, "")
-        self.history.lasting("proxies", others, "other proxy: ", "other proxy is gone: ", "hybrid-proxy", whose)
+        self.history.lasting("proxies", others, "other proxy: ", "other proxy is gone: ", "hybrid-proxy")
         self.history.facts("node", now | ({"table of conntrack": "full" if fill.full else "has room"} if fill else {}))
 
     # The mode and the configuration

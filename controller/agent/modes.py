@@ -136,6 +136,19 @@ def remembered(name: str, table: ServiceTable, options: Options) -> list[Remembe
         return []
 
 
+def backends_left(name: str, names: Mapping[int, str], options: Options) -> dict[str, set[str]]:
+    """Returns each Service that a mode has programmed, with the addresses of its backends; empty: it cannot be read."""
+    found: dict[str, set[str]] = {}
+    with contextlib.suppress(DataplaneError, OSError, ValueError), contextlib.ExitStack() as stack:
+        if (view := open_mode(name).look(options, names)) is not None:
+            stack.callback(view.close)
+            found = {row.name.partition(":")[0]: set() for row in view.services() if row.name}
+            for each in (each for each in view.backends() if each.used and each.service):
+                ends = found.setdefault(str(each.service).partition(":")[0], set())
+                ends.add(each.address.rpartition(":")[0].strip("[]"))
+    return found
+
+
 def outlived(name: str, effective: str) -> bool:
     """True if flows of the mode `name` continue when everything of it is removed, and `effective` serves.
 

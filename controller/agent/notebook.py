@@ -146,6 +146,7 @@ class Notebook:
             draining=sorted(mode.draining.names),
             pin_root=mode.config.options.ebpf.pin_root,
             names={**drained, **names} if drained else names,
+            services=len(self._syncer.builder.table.services),
             error=self._syncer.error,
             unprogrammed=self.unprogrammed[:MOST],
             problems=list(self._syncer.cluster.problems.values())[:MOST],

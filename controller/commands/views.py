@@ -90,7 +90,10 @@ class Programmed(NamedTuple):
         rows: list[FlowRow] = []
         listed, total = set[tuple[str, str, str]](), 0
         for name, view in reversed(self.views):
-            found, count = self._flows_of(name, view, ALL if open_mode(name).conntrack and len(names) > 1 else limit)
+            mode, most = open_mode(name), ALL if open_mode(name).conntrack and len(names) > 1 else limit
+            # Its tables are empty where it drains: its flows are those that conntrack translates for any service.
+            drains = mode.conntrack and mode.drain is None and not view.services()
+            found, count = conntrack.flows(frontends(self.services()), most) if drains else view.flows(most)
             own = [row for row in found if _ends(row) not in listed]
             listed.update(map(_ends, own))
             if of in (None, name):
@@ -103,13 +106,6 @@ class Programmed(NamedTuple):
             if of == name:
                 break
         return rows, total
-
-    def _flows_of(self, name: str, view: View, limit: int) -> tuple[list[FlowRow], int]:
-        mode = open_mode(name)
-        if mode.conntrack and mode.drain is None and not view.services():
-            # Its tables are empty, because it drains: its flows are those that conntrack translates for any service.
-            return conntrack.flows(frontends(self.services()), limit)
-        return view.flows(limit)
 
     def note_gone(self, rows: Iterable[FlowRow]) -> None:
         """Note in the flows which of them are with none of the backends."""
@@ -345,19 +341,15 @@ def explained(admin_socket: str, error: admin.UnansweredError, asked: str = "") 
     return f"{error}: {gone}; start it again. What it programmed serves: `hybrid-proxy doctor{asked}` looks at that"
 
 
-def _as_of(admin_socket: str) -> str:
-    """The age of what an agent wrote down that is there and does not answer."""
-    with contextlib.suppress(OSError):
-        return f", with names and events as of {ago(time.time() - memory_path(admin_socket).stat().st_mtime)}"
-    return ""
-
-
 def unanswered(admin_socket: str, memory: Memory | None, error: ControllerError) -> str:
     """Tell people why no agent answers, and how old what is known of it is."""
     if isinstance(error, admin.StartingError):
         return f"{error}; this is what the agent before it left"
     if not isinstance(error, admin.NoAgentError):
-        return f"{error}; this is what is in the kernel{_as_of(admin_socket)}"
+        as_of = ""
+        with contextlib.suppress(OSError):
+            as_of = f", with names and events as of {ago(time.time() - memory_path(admin_socket).stat().st_mtime)}"
+        return f"{error}; this is what is in the kernel{as_of}"
     if memory is None:
         return f"{error}, and nothing is known of one that was here: names may be missing"
     return how_it_ended(memory_path(admin_socket), memory).text(time.time())

@@ -19,6 +19,7 @@ LONGEST_ROW: Final = 600.0  # seconds: what goes on for hours has a row for each
 FLAPS: Final = 3  # times that an endpoint becomes ready, or a Service is created, in one row: twice may be a restart
 NAMED: Final = 8  # endpoints in a row
 OTHERS: Final = "many Services at once"
+AT_START: Final = "found at the start"  # what changed while no agent was here
 ADDRESSES: Final = "its addresses and routes"  # of this node
 NOT_SERVED: Final = "not served now"
 CREATED, DELETED = "Service created", "Service deleted"
@@ -189,6 +190,15 @@ def change_of(
     end = DELETED if objects[0] and not objects[1] else NOT_SERVED
     had = {f"{each.kind.value} {each.address or each.port}" for entry in before for each in entry.frontends}
     return [*rows, row(end, "Service", gone=had if end == DELETED else ())] if before and not after else rows
+
+
+def since_former(name: str, was: set[str], after: tuple[Entry, ...], at: float) -> list[ChangeRow]:
+    """Returns what became of the backends that a former agent programmed, while no agent was here."""
+    now, has = _endpoints(after)
+    row = ChangeRow(first=at, last=at, kind="endpoints", service=name, by=AT_START)
+    ready, gone = (dict.fromkeys(sorted(those)[:NAMED], 1) for those in (now - was, was - has))
+    rows = [replace(row, gone=gone, count=len(was - has)), replace(row, ready=ready, count=len(now - was))]
+    return [each for each in rows if each.count]
 
 
 def last_known(name: str, rows: Sequence[ChangeRow], now: float) -> str:

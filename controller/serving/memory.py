@@ -58,6 +58,7 @@ class Memory(msgspec.Struct, kw_only=True, frozen=True):
         again: How that is started again.
         pin_root: As of `--pin-root`.
         names: Names of service ports by their numbers in the maps.
+        services: How many Services were served.
         error: Why the last sync failed.
         unprogrammed: Service ports that were not served.
         problems: Objects that were refused.
@@ -79,6 +80,7 @@ class Memory(msgspec.Struct, kw_only=True, frozen=True):
     again: str = ""
     pin_root: str | None = None
     names: Mapping[int, str] = {}
+    services: int = 0
     error: str = ""
     unprogrammed: list[Unprogrammed] = []
     problems: list[Problem] = []

@@ -49,7 +49,7 @@ def find_other_proxies(mode: str, drains: Collection[str] = ()) -> OtherProxies:
     return OtherProxies(
         kube_proxy=tuple(kube),
         kube_proxy_processes=tuple(p for p in processes if p.name == "kube-proxy"),
-        health=any(_is_kube_proxy(_fetch(address)) for address in ("127.0.0.1", "::1")),
+        health=any(_is_healthy(address) for address in ("127.0.0.1", "::1")),
         ours=tuple(ours),
         agents=tuple(p for p in processes if p.name != "kube-proxy"),
     )
@@ -131,8 +131,8 @@ def _get(kind: int, family: int, wanted: bytes = b"") -> bytes:
     return b""
 
 
-def _fetch(address: str) -> bytes:
-    """Returns the body of /healthz; empty without an answer, or when an agent of hybrid-proxy answered."""
+def _is_healthy(address: str) -> bool:
+    """True if a kube-proxy answers at /healthz: `{"lastUpdated": ..., "currentTime": ...}`, pkg/proxy/healthcheck."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     answer = b""
     with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_STREAM) as client:
@@ -142,27 +142,24 @@ def _fetch(address: str) -> bytes:
         while len(answer) < 1 << 16 and (part := client.recv(1 << 14)):
             answer += part
     head, _, body = answer.partition(b"\r\n\r\n")
-    return b"" if OURS in head.lower() else body
-
-
-def _is_kube_proxy(body: bytes) -> bool:
-    """True for `{"lastUpdated": ..., "currentTime": ...}`, pkg/proxy/healthcheck."""
     with contextlib.suppress(msgspec.MsgspecError):
-        return msgspec.json.decode(body, type=dict[str, object]).keys() >= {"lastUpdated", "currentTime"}
+        known = msgspec.json.decode(body, type=dict[str, object]).keys()
+        return known >= {"lastUpdated", "currentTime"} and OURS not in head.lower()
     return False
 
 
 def _processes() -> Iterator[Process]:
     """Returns the visible proxy processes of this network namespace, without this process and its relatives."""
+    us = str(os.getpid()), str(os.getppid())
     try:
         own = netns_of("thread-self")
-        numbers = [name for name in os.listdir("/proc") if name.isdigit()]  # noqa: PTH208 (names alone)
+        numbers = [name for name in os.listdir("/proc") if name.isdigit() and name not in us]  # noqa: PTH208 (names alone)
     except OSError:
         return
     for number in numbers:
         name = _proxy_name(number)
-        with contextlib.suppress(OSError):
-            if name and netns_of(number) == own and not _related(number):
+        with contextlib.suppress(OSError):  # a child of this process has the same command line: a helper
+            if name and netns_of(number) == own and us[0] not in stat_of(number)[1:2]:
                 yield Process(int(number), name)
 
 
@@ -181,8 +178,3 @@ def _proxy_name(pid: str) -> str | None:
         if program and arguments[position + 1 : position + 2] == ["run"] and not first.startswith(("nsenter", "sh")):
             return "hybrid-proxy run"
     return None
-
-
-def _related(pid: str) -> bool:
-    """True if it is this process, its parent or its child: a wrapper or a helper has the same command line."""
-    return int(pid) in (os.getpid(), os.getppid()) or str(os.getpid()) in stat_of(pid)[1:2]

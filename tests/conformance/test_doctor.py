@@ -32,7 +32,7 @@ from hybrid_proxy.controller.commands.doctor.facts import Cause
 from hybrid_proxy.controller.commands.status import Verdict
 from hybrid_proxy.controller.commands.status import verdict as judged
 from hybrid_proxy.controller.commands.troubles import SEE_FAILURES
-from hybrid_proxy.controller.semantics.history import CUT, GONE, folded, last_known
+from hybrid_proxy.controller.semantics.history import AT_START, CUT, GONE, folded, last_known
 from hybrid_proxy.controller.serving.memory import Memory, changes_path, memory_path, read_changes, recall
 from hybrid_proxy.controller.serving.protocol import AgentStatus
 from hybrid_proxy.dataplane.table import socket_text
@@ -2372,6 +2372,28 @@ def test_explain_names_rules_that_take_a_packet_before_the_service_table(
     steps = [each["text"] for each in found["steps"] if "by the service table alone" in each["text"]]
     assert len(steps) == (mode != "ebpf"), found
     assert not steps or (drops in steps[0] and dnat in steps[0] and "dport 9" not in steps[0]), found
+
+
+@only_in("ebpf", "nftables", "iptables", "userspace")
+def test_what_changed_while_no_agent_was_here_has_its_rows(clinic: Clinic) -> None:
+    """An endpoint was replaced meanwhile; what stayed as it was has none."""
+    clinic.put("pod1", "pod2")
+    path = changes_path(str(clinic.agent.socket))
+    memory = memory_path(str(clinic.agent.socket))
+    with clinic.lab.inside("node"):
+        until(lambda: (known := recall(memory)) and known.services, "the agent has written down what it serves")
+    clinic.agent.kill()
+    addresses = [clinic.lab[pod].address4 for pod in ("pod1", "pod3")]
+    ends = endpoint_slice(NAME, addresses, [("TCP", HTTP)], NODE_NAMES["node"])
+    ends["ports"][0]["name"] = "http"
+    clinic.api.put_all([ends])
+    clinic.agent.start()
+    until(lambda: any(row.by == AT_START for row in read_changes(path)), "the rows are written")
+    rows = [row for row in folded(read_changes(path)) if row.by == AT_START]
+    assert [(row.service, row.text) for row in rows] == [
+        (NAME, f"removed: {clinic.lab['pod2'].address4}"), (NAME, f"ready: {clinic.lab['pod3'].address4}"),
+    ]  # fmt: skip
+    assert f"1 Service changed while no agent was here: {NAME}" in clinic.agent.log.read_text()
 
 
 def test_a_link_that_was_down_for_a_moment_has_its_rows(clinic: Clinic) -> None:

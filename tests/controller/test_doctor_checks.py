@@ -1030,6 +1030,14 @@ def test_a_change_is_told_in_eighty_characters_that_end_with_a_word() -> None:
     assert finding.text == f"10s ago: gone: {'connections fail ' * 4}…"
 
 
+def test_history_does_not_contradict_the_table() -> None:
+    """An endpoint was replaced while no agent was here, and nobody has written that down."""
+    row = ChangeRow(first=900.0, last=990.0, kind="endpoints", service="shop/web", ready={"10.0.0.99": 1})
+    findings = service(facts(*GOOD), msgspec.structs.replace(WELL, changes=(row,)))[2]
+    (finding,) = (each.text for each in findings if each.subject == "history")
+    assert finding == "10s ago: ready: others; before that 10.0.0.99, gone by now"
+
+
 def test_the_changes_of_a_service_that_is_gone_are_told() -> None:
     row = ChangeRow(first=900.0, last=990.0, kind="service", service="shop/web", what=DELETED, by="Service")
     node = msgspec.structs.replace(WELL, changes=(row, msgspec.structs.replace(row, service="shop/other")))

@@ -411,8 +411,11 @@ def _history(facts: ServiceFacts, node: NodeFacts) -> Iterator[Finding]:
     """The last changes of it, or of the ways to its pods, and whether endpoints flap."""
     names = {port.name.partition(":")[0] for port in facts.ports} or {facts.asked.partition(":")[0]}  # gone, perhaps
     ways = {word for link in facts.links for word in (link.interface, *link.addresses)}
+    ends = {end.address for port in facts.ports for end in _ends(port)}
     own = [
-        row for row in node.changes
+        msgspec.structs.replace(row, outdated=(*row.outdated, *sorted(row.ready.keys() - ends - {*row.outdated})))
+        if facts.ports and not row.what and ":" not in facts.asked else row
+        for row in node.changes
         if (row.service.partition(":")[0] in names if row.service else not ways.isdisjoint(_WORD.findall(row.what)))
     ]  # fmt: skip
     flapping = list(_flapping(own, node.now))
