@@ -234,6 +234,8 @@ class Answers:
         syncer, source, drift = self.syncer, self.source, self.health.drift
         cluster, builder = syncer.cluster, syncer.builder
         state = cluster.source_state
+        took, count = sorted(syncer.latencies), len(syncer.latencies)
+        ends = (took[count // 2], took[count * 99 // 100], syncer.latencies[-1]) if count else (None, None, None)
         return p.AgentStatus(
             version=__version__,
             pid=os.getpid(),
@@ -288,7 +290,7 @@ class Answers:
             error=syncer.error,
             ready_seconds=syncer.ready_seconds,
             last_sync_seconds=syncer.sync_seconds,
-            change_seconds=_latency(syncer.latencies),
+            change_seconds=p.ChangeLatency(count, *ends),
             memory_bytes=resident_bytes(),
             uptime_seconds=time.monotonic() - syncer.started,
             start_parts=list(START.parts),
@@ -346,11 +348,3 @@ def misplaced(table: ServiceTable, endpoints: Mapping[str, Sequence[Endpoint]]) 
         clusters = {each.address or "" for each in entry.frontends if each.kind is Kind.CLUSTER_IP}
         found |= dict.fromkeys(clusters & whose.keys(), f"the ClusterIP of {entry.name.partition(':')[0]}")
     return {end: f"an endpoint of {whose[end]} and {what}" for end, what in sorted(found.items())}
-
-
-def _latency(seconds: Sequence[float]) -> p.ChangeLatency:
-    """Summarizes how long the last changes took; the latest comes last."""
-    if not seconds:
-        return p.ChangeLatency(0, None, None, None)
-    ordered, count = sorted(seconds), len(seconds)
-    return p.ChangeLatency(count, ordered[count // 2], ordered[count * 99 // 100], seconds[-1])

@@ -81,7 +81,11 @@ class OtherProxiesWatcher:
             if not self.settled or modes != {self.mode, *self._former()}:  # a switch: nobody has left anything yet
                 seen = msgspec.structs.replace(seen, ours=())
             found = warnings(seen, beside=self._beside)
-            took = _took() if self.mode == "ebpf" and self.settled and seen.kube_proxy else None
+            took = None
+            if self.mode == "ebpf" and self.settled and seen.kube_proxy:
+                from hybrid_proxy.dataplane import kube_proxy  # few nodes need all that it imports
+
+                took = kube_proxy.took()
         except Exception:
             log.exception("the search for other proxies and NAT failed")
             return
@@ -101,9 +105,3 @@ class OtherProxiesWatcher:
                 due, ended = now + (NAT_SECONDS if self.nat else SECONDS), time.monotonic()
                 rested = ended + PATIENCE * (ended - now)
             self._stop.wait(READ_SECONDS)
-
-
-def _took() -> int:
-    from hybrid_proxy.dataplane.kube_proxy import took  # few nodes need all that it imports
-
-    return took()

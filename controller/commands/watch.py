@@ -47,7 +47,10 @@ MEANINGS: Final = WORDS | {"drop_invalid": "a segment of a known connection that
 def _show(command: str, args: argparse.Namespace) -> int:
     """Print what happened, or what happens until Ctrl-C; the exit code."""
     if command == "trace":
-        args.source = _address(args.source)
+        try:
+            args.source = args.source and str(ip_address(source_of(args.source, 4)))
+        except ValueError:
+            raise ConfigError(f"--from {args.source!r}: is neither an IP address nor pod/NAME") from None
     since = c.started(args.since) if command == "drops" else None
     try:
         coming = command == "trace" or args.follow  # of a mode that reports none, there is only what was before
@@ -188,13 +191,6 @@ def _traced(args: argparse.Namespace) -> Iterator[PacketEvent]:
             if not client or client in (end.rpartition(":")[0].strip("[]") for end in (row.source, row.destination)):
                 yield row
     ask(args.admin_socket, p.SetTrace(None, None, 0), p.TraceAnswer)
-
-
-def _address(text: str | None) -> str | None:
-    try:
-        return text and str(ip_address(source_of(text, 4)))
-    except ValueError:
-        raise ConfigError(f"--from {text!r}: is neither an IP address nor pod/NAME") from None
 
 
 def _groups(args: argparse.Namespace, rows: Sequence[PacketEvent]) -> list[Group]:

@@ -152,8 +152,7 @@ def next_hop(address: str, source: str = "", index: int = 0, mark: int = 0) -> H
 
 def interface_to(address: str) -> str:
     """Returns the name of the interface by which packets to an address leave; empty: none does."""
-    hop = next_hop(address)
-    return (interface_name(hop.index) if hop else None) or ""
+    return (interface_name(hop.index) if (hop := next_hop(address)) else None) or ""
 
 
 def main_route(address: str) -> tuple[int, list[str], list[str]]:

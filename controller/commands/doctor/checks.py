@@ -424,9 +424,8 @@ def _history(facts: ServiceFacts, node: NodeFacts) -> Iterator[Finding]:
         texts: dict[str, list[str]] = {}  # an edit may have several
         for row in own[::-1]:
             texts.setdefault(ago(node.now - row.last), []).append(textwrap.shorten(row.text, 80, placeholder=" …"))
-        newest = [f"{at}: {first}{f' (and {len(more)} more)' * bool(more)}" for at, (first, *more) in texts.items()][
-            :NEWEST
-        ]
+        newest = [f"{at}: {first}{f' (and {len(more)} more)' * bool(more)}" for at, (first, *more) in texts.items()]
+        del newest[NEWEST:]
         newest += [f"{len(texts) - NEWEST} more: `hybrid-proxy changes {min(names)}`"] * (len(texts) > NEWEST)
         yield Finding("ok", "history", "; ".join(newest))
 
