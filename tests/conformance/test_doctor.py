@@ -65,7 +65,7 @@ UNCOUNTED_NAT = REDIRECTING.replace(" counter", "")
 DEAF = "table inet pod { chain input { type filter hook input priority 0 ; tcp dport 8080 drop ; } ; }"
 ENDPOINT_TAKEN = "ip daddr 10.77.1.12 tcp dport 8080 counter dnat to 192.0.2.9"
 NO_ANSWERS = DEAF.replace("dport", "sport")
-UNREAD = DEAF.replace(" drop", " ct state new drop")  # for doctor, which understands addresses and ports alone
+UNREAD = DEAF.replace(" drop", " tcp flags syn drop")  # for doctor, which understands addresses, ports and states
 # Of SYNs alone: what else passes in between would decide which of them are lost.
 LOSSY = DEAF.replace("drop", "tcp flags syn numgen inc mod 2 0 drop")
 NO_RESETS = "table inet silence { chain o { type filter hook output priority 0 ; tcp flags rst drop ; } ; }"
@@ -951,7 +951,7 @@ INCIDENTS = [
         "firewall",
         certain=False,
         modes=WITH_RULES,
-        noted="way of 192.168.77.1",
+        noted="192.168.77.1 is",
         advised=f"`hybrid-proxy trace --from 192.168.77.1 --to 192.168.77.2:{NODE_PORT}`",
     ),
     Incident(
