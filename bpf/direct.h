@@ -158,8 +158,9 @@ INLINE bool has_socket(struct __sk_buff *skb, const struct tuple *t, const bool 
 /* Has a socket of this node asked for the datagram by the hooks, which choose a backend before the socket has a port?
  * Then a flow of that port is an earlier socket's, which asked past the hooks.
  */
-INLINE bool has_asking_socket(struct __sk_buff *skb, const struct tuple *t, const bool v6)
+INLINE int has_asking_socket(struct __sk_buff *skb, struct scratch *space, const bool v6)
 {
+	const struct tuple *t = &space->packet.tuple;
 	struct bpf_sock_tuple key = {};
 	__u32 size = socket_key(&key, t, v6);
 	struct socket_state *state;
@@ -176,6 +177,8 @@ INLINE bool has_asking_socket(struct __sk_buff *skb, const struct tuple *t, cons
 	bpf_sk_release(sk);
 	return asked;
 }
+
+GLOBAL_VERB(int, has_asking_socket, false)
 
 /* Does a backend's segment to this node belong to a flow that was evicted? The stack would reset the connection, which
  * its client can still continue. A backend that repeats a SYN/ACK has waited so long that no other client may get this
@@ -208,7 +211,7 @@ INLINE enum step from_backend(struct __sk_buff *skb, struct scratch *space, enum
 		return drop(space, COUNT_DROP_FLOW_LOST);
 	if (!found.entry || !(found.entry->flags & FLOW_REPLY) || found.entry->flags & FLOW_COLLISION)
 		return STEP_CONTINUE;
-	if (found.entry->flags & FLOW_NODE && has_asking_socket(skb, &p->tuple, v6))
+	if (found.entry->flags & FLOW_NODE && CALL(has_asking_socket, v6, skb))
 		return STEP_CONTINUE;
 	if (!admit(skb, space, &found, hook, v6))
 		return drop(space, COUNT_DROP_FOREIGN);
