@@ -455,7 +455,7 @@ class Ebpf(Programmer):
         self.packets.trace(service, client, seconds)
 
     def spare(self, seconds: float) -> None:
-        self.failover.spared_until = time.monotonic() + seconds
+        self.failover.spare(self.store, seconds)
 
     def close(self) -> None:
         self.gc.stop()

@@ -35,7 +35,7 @@ class Failover:
         self._failed: dict[int, int] = {}  # the same by backend
         self._ejected: set[Subject] = set()  # a backend set does without them
         self._failed_how: dict[Subject, str] = {}  # of those that the detector wants to eject for their connections
-        self.spared_until = self._tidied = time.monotonic()
+        self._spared_until = self._tidied = time.monotonic()
         self.prober = Prober(options)
         self._probed: dict[str, dict[Subject, Target]] = {}  # by service
         self.slow_start = SlowStart()
@@ -75,12 +75,18 @@ class Failover:
         probed = (pair for targets in self._probed.values() for pair in targets.items())
         return {subject: down[target] for subject, target in probed if target in down}
 
+    def spare(self, store: Store, seconds: float) -> None:
+        """From now on for so long, no failure counts; those before do."""
+        if time.monotonic() >= self._spared_until:
+            self._failures = store.failures()
+        self._spared_until = time.monotonic() + seconds
+
     def evaluate(self, store: Store) -> list[Event]:
         """Evaluate what was counted since the last call, write the changes, and return the events."""
         if time.monotonic() - self._tidied > TIDY_SECONDS:
             self._tidied = time.monotonic()
             forget_former(store.maps.maps)  # the failures of removed backends
-        if time.monotonic() < self.spared_until:
+        if time.monotonic() < self._spared_until:
             self._shares.intervals.clear()
             known = _Numbers(store)
             for subject in store.failures():
