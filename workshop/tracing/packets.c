@@ -583,6 +583,7 @@ static __always_inline void step(u64 skb, const u32 point, const u32 kind)
 		learn(w, &h);
 		w->left = now;
 	} else {
+		walks.delete(&skb); /* the memory is another packet's now */
 		if (!belongs(&h, &k))
 			return;
 		begin(&fresh, &h, &k);

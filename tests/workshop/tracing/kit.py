@@ -97,10 +97,8 @@ class Stage:
 
     def load(self, kind: str, target: str, place: str = "pod4", **fields: Any) -> Tally:
         """A load from one place; its tally is the truth that a measurement must agree with."""
-        return load(
-            kind, target_of(target), open_socket=lambda family, of: self.lab.socket(place, family, of),
-            timeout=5 * PATIENCE, **fields,
-        )  # fmt: skip
+        fields = {"open_socket": lambda family, of: self.lab.socket(place, family, of)} | fields
+        return load(kind, target_of(target), timeout=5 * PATIENCE, **fields)
 
     def drop_in(self, place: str, rule: str, hook: str, how: str = "drop") -> None:
         """A firewall's rule in one namespace of the lab; gone with `undrop`."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import socket
 import threading
 import time
@@ -364,8 +365,15 @@ def test_a_refusal_of_hybrid_proxy_has_its_reason_and_one_of_a_pod_has_none(
 
 def test_one_of_many_clients_datagrams_is_followed_alone(stage: Stage) -> None:
     """From its first one on; a relay sends with the memory of what it has received."""
-    stop = threading.Event()
-    others = threading.Thread(target=stage.load, args=("udp", "10.96.0.53:53"), kwargs={"rate": 600, "stop": stop})
+    stop, ports = threading.Event(), itertools.count(5000)
+
+    def open_socket(family: int, kind: int) -> socket.socket:  # of two clients none has the other's port
+        made = stage.lab.socket("pod4", family, kind)
+        made.bind(("", next(ports)))
+        return made
+
+    fields = {"rate": 600, "stop": stop, "open_socket": open_socket}
+    others = threading.Thread(target=stage.load, args=("udp", "10.96.0.53:53"), kwargs=fields)
     others.start()
     try:
         with stage.traced("--from", stage.lab["pod4"].address4, "--to", "10.96.0.53:53/udp") as report:
