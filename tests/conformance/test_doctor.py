@@ -2534,7 +2534,9 @@ def test_of_a_client_outside_a_rule_that_counts_it_is_the_verdict(clinic: Clinic
     rule = "ip saddr 192.168.77.1 tcp dport { 8080, 30080 } counter reject with tcp reset"
     with clinic.rules("node", AT_HOOK.format(hook, "").replace("tcp dport 8080  drop", rule)):
         client = clinic.lab.start("client", [sys.executable, "-c", asks])
+        listing = ["nft", "list", "table", "inet", "somebody"]
         try:
+            until(lambda: "packets 0 " not in clinic.lab.run("node", listing).stdout, "the client has begun")
             code, found = clinic.doctor(*FROM_OUTSIDE)
         finally:
             client.kill()

@@ -140,8 +140,8 @@ def test_a_flow_that_did_not_come_is_an_error_with_a_next_step() -> None:
     done = trace("--from", "10.77.1.11", "--to", "192.0.2.1:80")
     assert done.returncode == 1, done.stderr
     assert done.stdout == "no such packet passed\n"
-    assert "send meanwhile: there `curl -m 3 192.0.2.1:80`" in done.stderr
-    assert "`hybrid-proxy doctor --from 10.77.1.11 --to 192.0.2.1:80`" in done.stderr
+    advice = "have the client send meanwhile, or run `hybrid-proxy doctor --from 10.77.1.11 --to 192.0.2.1:80`"
+    assert advice in done.stderr
 
 
 def test_nothing_to_measure_is_an_error() -> None:
