@@ -76,7 +76,7 @@ class Failover:
         return {subject: down[target] for subject, target in probed if target in down}
 
     def spare(self, store: Store, seconds: float) -> None:
-        """From now on for so long, no failure counts; those before do."""
+        """Stops counting failures for so many seconds; those before count."""
         if time.monotonic() >= self._spared_until:
             self._failures = store.failures()
         self._spared_until = time.monotonic() + seconds
