@@ -950,8 +950,8 @@ INCIDENTS = [
         (NAME, "--from", "192.168.77.1"),
         "firewall",
         certain=False,
-        modes=WITH_RULES,
-        noted="192.168.77.1 is",
+        modes=WITH_RULES[:3],  # a relay has the packets by then
+        noted="192.168.77.1 is probably blocked by",
         advised=f"`hybrid-proxy trace --from 192.168.77.1 --to 192.168.77.2:{NODE_PORT}`",
     ),
     Incident(
