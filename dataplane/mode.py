@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
 
@@ -246,6 +246,7 @@ class Mode:
         conntrack: it translates by conntrack: flows of another such mode go on when that is removed.
         collect: removes what it left of network namespaces that are gone; returns the number of removed objects.
         check_room: raises Unsupported for a table that it has no room for, without being open.
+        drops: counters of packets that it drops or rejects, and of backends that fail, with the word of mode ebpf.
     """
 
     name: str
@@ -257,3 +258,4 @@ class Mode:
     conntrack: bool = True
     collect: Callable[[Options], int] = lambda _: 0
     check_room: Callable[[Options, ServiceTable], None] = lambda *_: None
+    drops: Mapping[str, str] = field(default_factory=dict)

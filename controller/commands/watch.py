@@ -13,6 +13,7 @@ from typing import Final
 
 from msgspec.structs import replace
 
+from hybrid_proxy.controller.agent.modes import open_mode
 from hybrid_proxy.controller.commands import command as c
 from hybrid_proxy.controller.commands.columns import Column, Screen
 from hybrid_proxy.controller.commands.explain import source_of
@@ -31,16 +32,6 @@ ALL: Final = -p.NO_EVENT  # those of agents before this one, too
 LAST: Final = 10  # events before those that come, as tail(1) shows lines
 MEASURES: Final = "`hybrid-proxy trace --from CLIENT --to SERVICE`"
 LEASE_SECONDS: Final = 5.0  # a trace ends so long after nobody looks any more
-
-
-COUNTED: Final[dict[str, dict[str, str]]] = {  # counters of other modes, as mode ebpf names them
-    "nftables": {
-        "refused": "reject", "unknown-port": "reject_no_port", "discarded": "drop_empty",
-        "source-not-allowed": "drop_source_ranges", "unallocated": "drop_unallocated", "no-slot": "drop_changing",
-        "invalid": "drop_invalid",
-    },
-    "userspace": {"refused_by_backends": "backend_refused", "silent_backends": "backend_unanswered"},
-}  # fmt: skip
 MEANINGS: Final = WORDS | {"drop_invalid": "a segment of a known connection that conntrack takes for invalid"}
 
 
@@ -106,7 +97,7 @@ def _print(args: argparse.Namespace, rows: list[PacketEvent], *, silent: bool = 
 def _print_totals(args: argparse.Namespace) -> bool:
     """Print how often the mode dropped or rejected packets, or saw a backend fail; return whether it counts that."""
     known = ask(args.admin_socket, p.GetStatus(), p.StatusAnswer).status.dataplane
-    names = COUNTED.get(known.mode, {})
+    names = open_mode(known.mode).drops
     columns = [
         Column[str]("VERDICT", lambda name: VERDICTS[kind_of(names[name])]),
         Column[str]("TIMES", lambda name: str(known.counters[name]), right=True),

@@ -275,4 +275,9 @@ def look(options: Options, names: Mapping[int, str]) -> Tables | None:
     return None
 
 
-MODE: Final = Mode("nftables", Nftables, clean, probe, look)
+DROPS: Final = {
+    "refused": "reject", "unknown-port": "reject_no_port", "discarded": "drop_empty",
+    "source-not-allowed": "drop_source_ranges", "unallocated": "drop_unallocated", "no-slot": "drop_changing",
+    "invalid": "drop_invalid",
+}  # fmt: skip
+MODE: Final = Mode("nftables", Nftables, clean, probe, look, drops=DROPS)

@@ -466,4 +466,5 @@ def look(options: Options, names: Mapping[int, str]) -> Relayed | None:
         raise
 
 
-MODE = Mode("userspace", Userspace, clean, probe, look, drain)
+DROPS = {"refused_by_backends": "backend_refused", "silent_backends": "backend_unanswered"}
+MODE = Mode("userspace", Userspace, clean, probe, look, drain, drops=DROPS)
