@@ -90,7 +90,8 @@ class Programmed(NamedTuple):
         rows: list[FlowRow] = []
         listed, total = set[tuple[str, str, str]](), 0
         for name, view in reversed(self.views):
-            mode, most = open_mode(name), ALL if open_mode(name).conntrack and len(names) > 1 else limit
+            mode = open_mode(name)
+            most = ALL if mode.conntrack and len(names) > 1 else limit
             # Its tables are empty where it drains: its flows are those that conntrack translates for any service.
             drains = mode.conntrack and mode.drain is None and not view.services()
             found, count = conntrack.flows(frontends(self.services()), most) if drains else view.flows(most)

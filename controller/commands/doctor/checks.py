@@ -854,8 +854,8 @@ def _connections(facts: ServiceFacts, node: NodeFacts) -> Iterator[Finding]:
     }  # fmt: skip
     if lossy:
         yield _of_losses(facts, node, [row for rows in lossy.values() for row in rows])
-        gone = {each.port for rows in lossy.values() for each in rows}
-        direct = [each for each in direct if each.end not in {key[1:] for key in lossy}]
+        gone, lossy_ends = {each.port for rows in lossy.values() for each in rows}, {key[1:] for key in lossy}
+        direct = [each for each in direct if each.end not in lossy_ends]
         through = [each for each in through if each.port not in gone]
     lost = lost_on_the_way(direct)
     well = (*REACHED, "sent")
