@@ -20,7 +20,7 @@ from hybrid_proxy.controller.commands.command import Command, Entry, Parser, mea
 from hybrid_proxy.controller.errors import LOGS, ConfigError, ControllerError
 from hybrid_proxy.controller.redact import redact
 from hybrid_proxy.controller.text import printable
-from hybrid_proxy.dataplane.errors import DataplaneError, OtherSource, told
+from hybrid_proxy.dataplane.errors import DataplaneError, OtherSource, reason_of
 
 OK, FAILED, USAGE = 0, 1, 2
 EXIT_CODES: Final = """
@@ -133,7 +133,7 @@ def _of_the_kernel(error: OSError | RuntimeError) -> str:
             raise error
         error = OSError(errno.EAGAIN, str(error))
     logging.getLogger(__name__).debug("", exc_info=True)
-    return told(error)
+    return reason_of(error)
 
 
 def _explained(args: argparse.Namespace, error: Exception) -> str:

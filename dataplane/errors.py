@@ -30,7 +30,7 @@ ADVICE: Final = {
 }
 
 
-def told(error: OSError, where: object = "", advice: Mapping[int, str] = ADVICE) -> str:
+def reason_of(error: OSError, where: object = "", advice: Mapping[int, str] = ADVICE) -> str:
     """Formats an error with what to do about it: `/run/x: Read-only file system: mount it writable (...)`."""
     parts = (str(where or error.filename or ""), error.strerror or str(error), advice.get(error.errno or 0, ""))
     return ": ".join(filter(None, parts))

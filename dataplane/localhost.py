@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Final
 
 from hybrid_proxy.dataplane.diff import changed_services
-from hybrid_proxy.dataplane.errors import DataplaneError, Unsupported, told
+from hybrid_proxy.dataplane.errors import DataplaneError, Unsupported, reason_of
 from hybrid_proxy.dataplane.kernel.attachment import Attachment, pinned_ends
 from hybrid_proxy.dataplane.kernel.bpf import BpfError, Map, Object, pinned_link
 from hybrid_proxy.dataplane.kernel.host_netns import teach_namespace, write_namespace
@@ -96,7 +96,7 @@ class Localhost:
             self._attach()
         except (DataplaneError, OSError) as error:
             self.close()
-            why = told(error) if isinstance(error, OSError) else error
+            why = reason_of(error) if isinstance(error, OSError) else error
             self.reason = f"node ports are not served at {' and '.join(node.loopback)}: {why}"
             self._retry_at = time.monotonic() + self._options.sync_seconds
             if self.reason != former:

@@ -25,7 +25,7 @@ from hybrid_proxy.controller.semantics import history as h
 from hybrid_proxy.controller.serving.memory import read_changes
 from hybrid_proxy.controller.serving.protocol import Gone
 from hybrid_proxy.dataplane.diff import changed_services
-from hybrid_proxy.dataplane.errors import told
+from hybrid_proxy.dataplane.errors import reason_of
 from hybrid_proxy.dataplane.other_proxies import whose
 from hybrid_proxy.dataplane.reports import clock, several, shortened, some
 from hybrid_proxy.dataplane.table import EMPTY, ServiceTable
@@ -236,7 +236,7 @@ class History:
             self._failed = False
         except OSError as error:
             if not self._failed:
-                log.warning("%s; `hybrid-proxy changes` lacks what changes now", told(error, self._path))
+                log.warning("%s; `hybrid-proxy changes` lacks what changes now", reason_of(error, self._path))
             self._failed = True
 
     def _add(self, row: h.ChangeRow) -> None:

@@ -10,7 +10,7 @@ from typing import Final
 
 from hybrid_proxy.controller.serving.protocol import ModeStatus
 from hybrid_proxy.controller.settings.config import available_modes
-from hybrid_proxy.dataplane.errors import DataplaneError, Unsupported, told
+from hybrid_proxy.dataplane.errors import DataplaneError, Unsupported, reason_of
 from hybrid_proxy.dataplane.kernel.other_proxies import may_have_left, others_have_pins
 from hybrid_proxy.dataplane.mode import Mode, Options, Programmer, RequestMaintenance
 from hybrid_proxy.dataplane.reports import several
@@ -96,7 +96,7 @@ def _open(name: str, options: Options, wake: RequestMaintenance, failed: Mapping
     try:
         return open_mode(name).open(options, wake)
     except OSError as error:
-        raise Unsupported("opening it", told(error)) from error
+        raise Unsupported("opening it", reason_of(error)) from error
 
 
 def forget_connections(effective: str) -> None:

@@ -25,7 +25,7 @@ from hybrid_proxy.controller.redact import redact
 from hybrid_proxy.controller.semantics.lacks import with_policy
 from hybrid_proxy.controller.serving.memory import Ended, Memory, born, oom_kills, started_by
 from hybrid_proxy.controller.serving.protocol import ModeStatus
-from hybrid_proxy.dataplane.errors import DataplaneError, told
+from hybrid_proxy.dataplane.errors import DataplaneError, reason_of
 from hybrid_proxy.dataplane.kernel.host_paths import netns_number
 from hybrid_proxy.dataplane.mode import Programmer
 from hybrid_proxy.dataplane.reports import PacketEvent, Unprogrammed
@@ -181,5 +181,5 @@ class Notebook:
             self._written, self._failed = memory, False
         except OSError as error:
             if not self._failed:
-                log.warning("%s; without it, names and events are lost with this process", told(error, self.path))
+                log.warning("%s; without it, names and events are lost with this process", reason_of(error, self.path))
             self._written, self._failed = None, True

@@ -35,7 +35,7 @@ from hybrid_proxy.controller.redact import redact
 from hybrid_proxy.controller.semantics.history import folded
 from hybrid_proxy.controller.serving.admin import listener
 from hybrid_proxy.controller.serving.memory import changes_path, memory_path, read_changes, recall
-from hybrid_proxy.dataplane.errors import DataplaneError, told
+from hybrid_proxy.dataplane.errors import DataplaneError, reason_of
 from hybrid_proxy.dataplane.kernel import sysctl
 from hybrid_proxy.dataplane.kernel.tools import output
 
@@ -115,7 +115,7 @@ def run(args: argparse.Namespace) -> int:
     try:
         size = _write(path, contents, missing)
     except OSError as error:
-        raise ControllerError(f"{told(error, path)}; or name another file") from error
+        raise ControllerError(f"{reason_of(error, path)}; or name another file") from error
     sizes = {name: len(content) for name, content in sorted(contents.items())}
     made = Bundle(str(path), size, sizes, missing, round(time.monotonic() - began, 1))
     amount = f"{size / 1e6:.1f} MB" if size >= 1e6 else f"{size / 1e3:.0f} kB"
@@ -140,7 +140,7 @@ def _gathered(args: argparse.Namespace, deadline: float) -> tuple[dict[str, byte
         try:
             text = redact(future.result())
         except (ControllerError, DataplaneError, OSError, ValueError) as error:
-            missing[name] = redact(told(error) if isinstance(error, OSError) else str(error))
+            missing[name] = redact(reason_of(error) if isinstance(error, OSError) else str(error))
         else:
             contents[name] = _cut(text.encode(errors="replace"), end=name.startswith("agent/log"))
     missing |= {running[future]: f"it took more than {ALL_SECONDS:g} s" for future in late}

@@ -15,7 +15,7 @@ from hybrid_proxy.controller.commands.terminal import print_rows, print_stream, 
 from hybrid_proxy.controller.errors import ControllerError
 from hybrid_proxy.controller.semantics.history import ChangeRow, folded
 from hybrid_proxy.controller.serving.memory import changes_path, read_changes
-from hybrid_proxy.dataplane.errors import told
+from hybrid_proxy.dataplane.errors import reason_of
 from hybrid_proxy.dataplane.reports import age, clock
 
 POLL_SECONDS: Final = 0.5
@@ -46,7 +46,7 @@ def _read(path: Path) -> list[ChangeRow]:
     try:
         return read_changes(path)
     except OSError as error:
-        raise ControllerError(told(error, path)) from error
+        raise ControllerError(reason_of(error, path)) from error
 
 
 def _is_meant(row: ChangeRow, asked: Asked) -> bool:

@@ -23,7 +23,7 @@ from hybrid_proxy.controller.errors import LOGS, ControllerError
 from hybrid_proxy.controller.redact import redact
 from hybrid_proxy.controller.serving import protocol as p
 from hybrid_proxy.controller.settings.config import ADMIN_SOCKET
-from hybrid_proxy.dataplane.errors import told
+from hybrid_proxy.dataplane.errors import reason_of
 from hybrid_proxy.dataplane.kernel.descriptors import peer_of
 from hybrid_proxy.dataplane.kernel.host_paths import in_initial_netns, netns_number, stat_of
 
@@ -95,7 +95,7 @@ def ask(asked: str, request: p.Request, expected: type[A], seconds: float | None
     except (FileNotFoundError, ConnectionRefusedError) as error:
         raise NoAgentError(f"no agent listens at {path}") from error
     except PermissionError as error:
-        raise ControllerError(told(error, path)) from error
+        raise ControllerError(reason_of(error, path)) from error
     except OSError as error:
         raise BusyError(path, pid, str(error)) from error
     if not line:
@@ -176,7 +176,7 @@ class Server(socketserver.ThreadingMixIn, socketserver.UnixStreamServer):
             finally:
                 os.umask(before)
         except OSError as error:
-            raise ControllerError(f"--admin-socket {told(error, path)}") from error
+            raise ControllerError(f"--admin-socket {reason_of(error, path)}") from error
         self._thread = threading.Thread(target=self._serve, name="admin", daemon=True)
         self._thread.start()
 

@@ -29,7 +29,7 @@ import h11
 
 from hybrid_proxy.controller.redact import redact
 from hybrid_proxy.controller.serving.health import TEXT, Answer, Listener
-from hybrid_proxy.dataplane.errors import told
+from hybrid_proxy.dataplane.errors import reason_of
 from hybrid_proxy.dataplane.kernel.lock import listeners
 from hybrid_proxy.dataplane.table import socket_text
 
@@ -172,7 +172,7 @@ class HttpServer:
                     now = self._loop.time()
                     if now - self._exhaustion_reported >= REPORT_SECONDS:
                         self._exhaustion_reported = now
-                        log.warning("connections to pages and health checks wait: %s", told(error))
+                        log.warning("connections to pages and health checks wait: %s", reason_of(error))
                     self._end_oldest(max(1, len(self.connections) // 4))
                     await asyncio.sleep(REST_SECONDS)  # the socket stays readable: to try at once would never end
                 continue  # otherwise that one connection has failed already (accept(2))

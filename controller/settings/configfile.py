@@ -27,7 +27,7 @@ from hybrid_proxy.controller.kubernetes.yamldoc import Document, NotYamlError, d
 from hybrid_proxy.controller.settings.config import Loaded, resolve
 from hybrid_proxy.controller.settings.documents import DOCUMENTS, HYBRID, KUBE_PROXY, rows
 from hybrid_proxy.controller.settings.given import Given, shown
-from hybrid_proxy.dataplane.errors import told
+from hybrid_proxy.dataplane.errors import reason_of
 from hybrid_proxy.dataplane.settings import RESTART
 
 POLL: Final = 1.0  # seconds between two reads of the file where changes are not reported
@@ -61,7 +61,7 @@ def load(path: Path, flags: Mapping[str, Any]) -> Loaded:
         with path.open("rb") as file:
             content = file.read(_MAX_FILE + 1)
     except OSError as error:
-        raise ConfigError(f"--config {told(error, path)}") from None
+        raise ConfigError(f"--config {reason_of(error, path)}") from None
     if len(content) > _MAX_FILE:
         raise ConfigError(f"--config {path}: is larger than {_MAX_FILE >> 20} MiB")
     return read(content, str(path), flags)
@@ -257,4 +257,4 @@ def write(path: Path, loaded: Loaded) -> None:
         os.chmod(file.name, 0o644)  # noqa: PTH101 (a name, not a path)
         os.replace(file.name, path)  # noqa: PTH105
     except OSError as error:
-        raise ConfigError(f"--write-config-to {told(error, path)}") from None
+        raise ConfigError(f"--write-config-to {reason_of(error, path)}") from None

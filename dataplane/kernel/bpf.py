@@ -20,7 +20,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from hybrid_proxy.dataplane.errors import DataplaneError, Unsupported, told
+from hybrid_proxy.dataplane.errors import DataplaneError, Unsupported, reason_of
 from hybrid_proxy.dataplane.kernel._libbpf import ffi
 from hybrid_proxy.dataplane.kernel.descriptors import scoped
 
@@ -49,7 +49,7 @@ class BpfError(DataplaneError):
     def __init__(self, what: str, code: int, detail: str = "") -> None:
         reason = os.strerror(code)
         if code not in OF_THE_VERIFIER:
-            reason = told(OSError(code, reason))
+            reason = reason_of(OSError(code, reason))
         super().__init__(f"{what}: {reason}" + (f"\n{detail}" if detail else ""))
         self.code = code
 

@@ -20,7 +20,7 @@ import threading
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Final, NamedTuple, Self
 
-from hybrid_proxy.dataplane.errors import RIGHTS, DataplaneError, told
+from hybrid_proxy.dataplane.errors import RIGHTS, DataplaneError, reason_of
 
 # linux/netlink.h. pyroute2 has these numbers too, but its package imports all of itself (22 MB, 150 ms or more), and
 # commands that only list what is programmed do without it.
@@ -59,7 +59,7 @@ class NetlinkFailed(DataplaneError):
 
     def __init__(self, what: str, code: int) -> None:
         text = os.strerror(code) if code < 4096 else f"ip_set error {code}"
-        super().__init__(told(OSError(code, text), what, RIGHTS))
+        super().__init__(reason_of(OSError(code, text), what, RIGHTS))
         self.what = what
         self.code = code
 

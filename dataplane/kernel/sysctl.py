@@ -15,7 +15,7 @@ from typing import Final
 import msgspec
 
 from hybrid_proxy.dataplane import reports
-from hybrid_proxy.dataplane.errors import told
+from hybrid_proxy.dataplane.errors import reason_of
 from hybrid_proxy.dataplane.kernel.host_paths import netns_number
 
 log = logging.getLogger(__name__)
@@ -126,4 +126,4 @@ def _remember(changes: Mapping[str, _Change]) -> None:
         draft.write_bytes(msgspec.json.encode(changes))
         draft.replace(memory)
     except OSError as error:
-        log.warning("%s; `cleanup` will not put settings of the node back", told(error, memory))
+        log.warning("%s; `cleanup` will not put settings of the node back", reason_of(error, memory))

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from hybrid_proxy.controller import cli
-from hybrid_proxy.dataplane.errors import told
+from hybrid_proxy.dataplane.errors import reason_of
 from hybrid_proxy.workshop.lab import examples
 from hybrid_proxy.workshop.lab.agent import Agent
 from hybrid_proxy.workshop.lab.network import Lab
@@ -91,15 +91,15 @@ def test_an_agent_does_without_what_it_need_not_have(
     ],
 )  # fmt: skip
 def test_each_refusal_has_its_own_advice(number: int, advice: str) -> None:
-    text = told(OSError(number, os.strerror(number), "/run/x"))
+    text = reason_of(OSError(number, os.strerror(number), "/run/x"))
     assert text.startswith(f"/run/x: {os.strerror(number)}: ")
     assert advice in text
 
 
 def test_what_has_no_advice_is_told_as_it_is() -> None:
-    assert told(OSError("no usable temporary folder")) == "no usable temporary folder"
+    assert reason_of(OSError("no usable temporary folder")) == "no usable temporary folder"
     assert (
-        told(FileNotFoundError(errno.ENOENT, "No such file or directory", "/x"), "/y")
+        reason_of(FileNotFoundError(errno.ENOENT, "No such file or directory", "/x"), "/y")
         == "/y: No such file or directory"
     )
 

@@ -368,8 +368,8 @@ def test_a_backend_that_comes_back_begins_without_failures(store: Store) -> None
 
 
 @pytest.mark.root
-@pytest.mark.parametrize(("ago", "told"), [(5.0, True), (LATELY_SECONDS + 5, False)], ids=["now", "before"])
-def test_backends_that_failed_lately_are_told(store: Store, ago: float, told: bool) -> None:
+@pytest.mark.parametrize(("ago", "lately"), [(5.0, True), (LATELY_SECONDS + 5, False)], ids=["now", "before"])
+def test_backends_that_failed_lately_are_listed(store: Store, ago: float, lately: bool) -> None:
     """A success ends a row of failures, and perhaps no client comes any more after the mend."""
     web, lone, maps = entry(one, V1, 3), entry(one, V6, 1), store.maps.maps
     store.apply({one: (web, lone)})
@@ -383,15 +383,15 @@ def test_backends_that_failed_lately_are_told(store: Store, ago: float, told: bo
         maps["failures"].update(np.uint32(key).tobytes(), row.tobytes())
     names = dict(zip(store.backends["service"][failed].tolist(), ("web", "lone"), strict=True))
     every, few = listing.failing_ports(maps, lambda: names)
-    assert every == ({"lone": 0} if told else {})
+    assert every == ({"lone": 0} if lately else {})
     twins = dict.fromkeys(names, "web")  # one Service in two families
-    assert listing.failing_ports(maps, lambda: twins)[0] == ({"web": 6} if told else {})
+    assert listing.failing_ports(maps, lambda: twins)[0] == ({"web": 6} if lately else {})
     address, port = subject(web, 1)[1]
     wanted = ("web", f"{address}:{port}", False)
-    assert [(row.service, row.address, row.ejected) for row in few] == [wanted] * told
+    assert [(row.service, row.address, row.ejected) for row in few] == [wanted] * lately
     states = [row.state or "" for row in listing._backends(maps, names) if row.failures]  # noqa: SLF001
-    assert [state.partition(":")[0] for state in states] == ["failing" if told else "serving"] * 2
-    assert int((listing._chosen(maps)[3] > 0).sum()) == 2 * told  # noqa: SLF001 - what `services` counts
+    assert [state.partition(":")[0] for state in states] == ["failing" if lately else "serving"] * 2
+    assert int((listing._chosen(maps)[3] > 0).sum()) == 2 * lately  # noqa: SLF001 - what `services` counts
 
 
 @pytest.mark.root
