@@ -26,7 +26,6 @@ from hybrid_proxy.controller.serving.memory import read_changes
 from hybrid_proxy.controller.serving.protocol import Gone
 from hybrid_proxy.dataplane.diff import changed_services
 from hybrid_proxy.dataplane.errors import reason_of
-from hybrid_proxy.dataplane.other_proxies import whose
 from hybrid_proxy.dataplane.reports import clock, several, shortened, some
 from hybrid_proxy.dataplane.table import EMPTY, ServiceTable
 
@@ -123,12 +122,18 @@ class History:
         self._of_kernel([f"{names[each]} is gone{back.get(each, '')}" for each in gone], worse=True)
         self._of_kernel([f"{names[each]} came" for each in came], worse=False)
 
-    def lasting(self, of: str, now: Mapping[str, str], began: str, ended: str, by: str = "the kernel") -> None:
-        """Remember what began or ended since the last call. `now` is what is so, each with its Service."""
+    def lasting(
+        self, of: str, now: Mapping[str, str], began: str, ended: str, by: str = "the kernel",
+        brief: Callable[[str], str] = str,
+    ) -> None:  # fmt: skip
+        """Remember what began or ended since the last call.
+
+        `now` is what is so, each with its Service; `brief` returns the words for what is over.
+        """
         before, self._lasting[of] = self._lasting.get(of, now), now
         for word, those, others in ((ended, before, now), (began, now, before)):
             for what in sorted(those.keys() - others)[:MOST_ROWS]:
-                text = whose(what) if of == "proxies" and those is before else what
+                text = what if those is now else brief(what)
                 self._of_kernel([f"{word}{text}"], worse=those is now, service=those[what], by=by)
 
     def _of_kernel(self, whats: list[str], *, worse: bool, service: str = "", by: str = "the kernel") -> None:
