@@ -187,7 +187,7 @@ class Programmer(ABC):
         """Report each packet of this service and from or to this address, for so many seconds from now."""
 
     def spare(self, seconds: float) -> None:  # noqa: B027
-        """Eject no backend for connections that fail within so many seconds from now, which are doctor's."""
+        """Eject no backend for connections, doctor's, that fail within so many seconds from now; 0: they ended."""
 
 
 class View(ABC):

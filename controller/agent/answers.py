@@ -159,7 +159,7 @@ class Answers:
                     raise ControllerError(str(error)) from None
                 return p.FoundAnswer(found.address, found.port, int(found.protocol), found.left)
             case p.GetEvents(after, own, spares):
-                if spares:
+                if spares is not None:
                     programmer.spare(spares)
                 before = [row for row in self.notebook.events_before() if row.number > after] if after < 0 else []
                 if before and self.mode.reporter is None:

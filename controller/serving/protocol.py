@@ -381,12 +381,12 @@ class FindIgnored(msgspec.Struct, frozen=True, tag_field="command", tag="ignored
 class GetEvents(msgspec.Struct, frozen=True, tag_field="command", tag="events"):
     """Requests packet events with larger numbers; those of its `own` ends are doctor's. Former agents' go up to 0.
 
-    For `spares` seconds from now no failure counts towards ejection.
+    For `spares` seconds from now no failure counts towards ejection; with 0 they count again.
     """
 
     after: int
     own: frozenset[str] = frozenset()
-    spares: float = 0.0
+    spares: float | None = None
 
 
 class SetTrace(msgspec.Struct, frozen=True, tag_field="command", tag="trace"):

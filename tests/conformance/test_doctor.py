@@ -1906,12 +1906,14 @@ def test_a_backend_that_was_repaired_is_not_blamed_although_no_client_came(clini
     recovered(clinic)
     clinic.put("pod1")
     with clinic.rules("pod1", DEAF.replace("drop", "reject with tcp reset")):
+        clinic.doctor(NAME)  # what fails for clients after it counts
 
         def is_told(status: AgentStatus) -> bool:
             clinic.reaches(ADDRESSES[NAME], 80)
             return f"{NAME}:http" in status.dataplane.failing
 
         clinic.agent.wait(is_told)
+        time.sleep(1.5)  # failures are counted once a second
         assert clinic.doctor()[0] == 1
     code, found = clinic.doctor()
     of_service = clinic.doctor(NAME)[1]

@@ -31,7 +31,6 @@ from hybrid_proxy.dataplane.table import Backend, BackendSet, Frontend, Kind, Pr
 
 MOST_BACKENDS: Final = 32  # of each service port: more connections at once would be a load of their own
 MOST_ATTEMPTS: Final = 256  # in all
-SPARED_SECONDS: Final = 2.5  # after the connections: failures are counted once a second
 MOST_FLOWS: Final = 1 << 16
 
 
@@ -104,9 +103,8 @@ def _with_connections(args: argparse.Namespace, services: Sequence[ServiceFacts]
     ends = set().union(*backends)
     taking_part = [pod for pod in pods if pod in clients or not ends.isdisjoint(pod.addresses)]
     before = {pod: link_of(pod, own, interfaces) for pod in taking_part if attempts}
-    before_all = (
-        _events(args.admin_socket, p.NO_EVENT, spares=4 * args.timeout + 10) if node.facts.agent and attempts else None
-    )
+    sparing = p.GetEvents(p.NO_EVENT, spares=4 * args.timeout + 10)
+    before_all = _events(args.admin_socket, sparing) if node.facts.agent and attempts else None
     guarded = list(dict.fromkeys((*clients, *taking_part)))[:MOST_BACKENDS]
     asked_at = dict.fromkeys(each.address for each in attempts)
     rules, rules_unknown = rules_here(guarded, source, asked_at) if attempts else ((), "")
@@ -127,7 +125,7 @@ def _with_connections(args: argparse.Namespace, services: Sequence[ServiceFacts]
     counters = counted(rules, rules_here(guarded, source, asked_at)[0]) if counts else {}
     made = (*tried.values(), *syns.values(), *again.values())
     own_ends = frozenset(socket_text(each.source, each.client_port) for each in made)
-    since = _events(args.admin_socket, before_all.last, own_ends, SPARED_SECONDS) if before_all else None
+    since = _events(args.admin_socket, p.GetEvents(before_all.last, own_ends, 0)) if before_all else None
     events = recent(since.events) if since else ()
     stranger = source if pods and source not in here else ""
     way_out = links.interface_to(stranger) if stranger else ""
@@ -366,11 +364,9 @@ def _addresses(port: p.TablePort, facts: ServiceFacts, source: str, node: Origin
             yield address, frontend.port
 
 
-def _events(
-    admin_socket: str, after: int, own: frozenset[str] = frozenset(), spares: float = 0
-) -> p.EventsAnswer | None:
+def _events(admin_socket: str, asked: p.GetEvents) -> p.EventsAnswer | None:
     with contextlib.suppress(ControllerError):
-        return ask(admin_socket, p.GetEvents(after, own, spares), p.EventsAnswer)
+        return ask(admin_socket, asked, p.EventsAnswer)
     return None
 
 

@@ -76,21 +76,26 @@ class Failover:
         return {subject: down[target] for subject, target in probed if target in down}
 
     def spare(self, store: Store, seconds: float) -> None:
-        """Stops counting failures for so many seconds; those before count."""
+        """Stops counting failures for so many seconds; those before count. With 0 seconds, a sparing ends now."""
         if time.monotonic() >= self._spared_until:
             self._failures = store.failures()
+        self._take_back(store)
         self._spared_until = time.monotonic() + seconds
+
+    def _take_back(self, store: Store) -> None:
+        """Take back the failures since a sparing began, if one is on."""
+        if time.monotonic() < self._spared_until:
+            self._shares.intervals.clear()
+            known = _Numbers(store)
+            for subject in store.failures():
+                store.readmit(known.of(subject), self._failures.get(subject, 0))
 
     def evaluate(self, store: Store) -> list[Event]:
         """Evaluate what was counted since the last call, write the changes, and return the events."""
         if time.monotonic() - self._tidied > TIDY_SECONDS:
             self._tidied = time.monotonic()
             forget_former(store.maps.maps)  # the failures of removed backends
-        if time.monotonic() < self._spared_until:
-            self._shares.intervals.clear()
-            known = _Numbers(store)
-            for subject in store.failures():
-                store.readmit(known.of(subject), self._failures.get(subject, 0))
+        self._take_back(store)
         news = bool(self._detector.limit) and self._has_failed(store)
         # No backend's count grows while the counters stand still.
         failures = self._failures = store.failures() if news or self._failures else {}
