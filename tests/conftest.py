@@ -45,6 +45,7 @@ def pytest_itemcollected(item: pytest.Item) -> None:
 _FOUND = pytest.StashKey[tuple[str, dict[str, object]]]()  # a file, and what its first test found of the process
 
 
+@pytest.hookimpl(tryfirst=True)  # a test that is skipped, too
 def pytest_runtest_setup(item: pytest.Item) -> None:
     file = item.nodeid.partition("::")[0]
     if item.config.stash.get(_FOUND, ("", {}))[0] != file:

@@ -55,13 +55,25 @@ def test_what_needs_root_or_a_lab_is_in_a_live_folder() -> None:
     assert [path.name for path in files if path != Path(__file__) and needs.search(path.read_text())] == []
 
 
+def run(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    """The tests of a folder, by a pytest of their own."""
+    variables = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST")}
+    variables["PYTHONPATH"] = str(Path(__file__).parent)
+    words = (sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *words, ".")
+    return subprocess.run(words, cwd=folder, env=variables, capture_output=True, text=True)
+
+
+def test_a_file_of_which_every_test_is_skipped_is_no_error(tmp_path: Path) -> None:
+    """As where the mode that `ONLY=` names lacks its tests."""
+    (tmp_path / "test_a.py").write_text("import pytest\n@pytest.mark.skip\ndef test_one(): pass\n")
+    done = run(tmp_path, "-p", "conftest")
+    assert (done.returncode, "1 skipped" in done.stdout) == (0, True), done.stdout + done.stderr
+
+
 def test_each_test_runs_once_and_a_file_stays_together(tmp_path: Path) -> None:
     for name in ("a", "b", "c"):
         (tmp_path / f"test_{name}.py").write_text(CASES)
-    variables = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST")}
-    variables["PYTHONPATH"] = str(Path(__file__).parent)
-    words = [sys.executable, "-m", "pytest", "-p", "vm.plugin", "-p", "workers", "-p", "no:cacheprovider", "-n2"]
-    done = subprocess.run([*words, "--costs=9", "."], cwd=tmp_path, env=variables, capture_output=True, text=True)
+    done = run(tmp_path, "-p", "vm.plugin", "-p", "workers", "-n2", "--costs=9")
     assert "60 passed" in done.stdout, done.stdout + done.stderr
     assert "CPU seconds by file" in done.stdout
     ran = [tuple(line.split()) for line in (tmp_path / "ran").read_text().splitlines()]
