@@ -77,35 +77,36 @@ class Failover:
 
     def spare(self, store: Store, seconds: float) -> None:
         """Stops counting failures for so many seconds; those before count. With 0 seconds, a sparing ends now."""
-        if time.monotonic() >= self._spared_until:
-            self._failures = store.failures()
-        self._take_back(store)
+        self._count(store)
         self._spared_until = time.monotonic() + seconds
 
-    def _take_back(self, store: Store) -> None:
-        """Take back the failures since a sparing began, if one is on."""
-        if time.monotonic() < self._spared_until:
+    def _count(self, store: Store, *, news: bool = True) -> None:
+        """Count failures in a row, once: more may come at any time. Take back those since a sparing began."""
+        spared = time.monotonic() < self._spared_until
+        # No backend's count grows while the counters stand still.
+        now = store.failures() if news or spared or self._failures else {}
+        if spared:
             self._shares.intervals.clear()
+            now = {subject: min(count, self._failures.get(subject, 0)) for subject, count in now.items()}
             known = _Numbers(store)
-            for subject in store.failures():
-                store.readmit(known.of(subject), self._failures.get(subject, 0))
+            for subject, count in now.items():
+                store.readmit(known.of(subject), count)
+        self._failures = now
 
     def evaluate(self, store: Store) -> list[Event]:
         """Evaluate what was counted since the last call, write the changes, and return the events."""
         if time.monotonic() - self._tidied > TIDY_SECONDS:
             self._tidied = time.monotonic()
             forget_former(store.maps.maps)  # the failures of removed backends
-        self._take_back(store)
         news = bool(self._detector.limit) and self._has_failed(store)
-        # No backend's count grows while the counters stand still.
-        failures = self._failures = store.failures() if news or self._failures else {}
+        self._count(store, news=news)
         probe_failures, now = self._probe_failures(), time.monotonic()
         shares = self._failing_shares(store, now) if news or self._shares.intervals else {}
-        if not (failures or probe_failures or shares or self._detector.records or store.plan.ejections):
+        if not (self._failures or probe_failures or shares or self._detector.records or store.plan.ejections):
             self._let_start(store, now)
             return []
         known = _Numbers(store)
-        for subject in self._detector.evaluate(now, failures, probe_failures, known, shares):
+        for subject in self._detector.evaluate(now, self._failures, probe_failures, known, shares):
             store.readmit(known.of(subject), self._detector.readmission_failures)
             if subject in self._ejected:
                 self.slow_start.begin(now, *subject)
@@ -125,11 +126,10 @@ class Failover:
         """Returns the backends that fail too large a share of their connections, each with a reason."""
         if not (store.traffic.counting and self._shares.percentage):
             return {}
-        failed, before = failed_connections(store.maps.maps), self._failed
-        self._failed = failed
-        changed = [number for number, count in failed.items() if before.get(number) != count]
+        before, self._failed = self._failed, failed_connections(store.maps.maps)
+        changed = [number for number, count in self._failed.items() if before.get(number) != count]
         ports = store.ports_of(changed) | {*self._shares.intervals}
-        return self._shares.evaluate(now, store.connections(ports, failed))
+        return self._shares.evaluate(now, store.connections(ports, self._failed))
 
     def _let_start(self, store: Store, now: float) -> None:
         """Write ejections, and the scaled weights of backends in slow start."""

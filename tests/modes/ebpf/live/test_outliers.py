@@ -410,6 +410,36 @@ def test_a_restart_begins_with_all_and_with_the_counts(open_maps: OpenMaps) -> N
     check(again, {one: (web,)}, settled=True)
 
 
+@pytest.mark.root
+def test_what_doctor_meets_during_an_evaluation_is_taken_back_too(
+    open_maps: OpenMaps, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Programs count at any time: what was counted before the sparing stays, and what a client ended in it does not."""
+    store, watched, web = Store(open_maps(), HZ), failover.Failover(Options()), entry(one, V1, 3)
+    store.apply({one: (web,)})
+    counts = store.backends["failures"]
+    ours, clients, ended = (number(store, web, place) for place in range(3))
+    counts[[clients, ended]] = 2
+    watched.spare(store, 60)
+
+    def meanwhile(_: Store) -> bool:
+        counts[[ours, clients]] += 5
+        counts[ended] = 0
+        return True
+
+    with monkeypatch.context() as patched:
+        patched.setattr(watched, "_has_failed", meanwhile)
+        watched.evaluate(store)
+        evaluate_once_more = watched.evaluate(store)
+    watched.spare(store, 0)
+    assert (evaluate_once_more, watched.rows()) == ([], [])
+    assert store.failures() == {subject(web, 1): 2}
+    counts[ours] = 3
+    watched.evaluate(store)
+    assert [row.ejected for row in watched.rows()] == [True], "what fails after it counts"
+    watched.close()
+
+
 def test_a_readmitted_backend_starts_slowly_where_its_service_asks_for_that(
     open_maps: OpenMaps, monkeypatch: pytest.MonkeyPatch
 ) -> None:
