@@ -12,8 +12,9 @@
 # takeover and cleanup begin on all nodes at once, because each may wait long for open flows, and the others on AT_ONCE (10).
 # install begins on no more nodes after it has failed on one. It takes the wheel and requirements.txt from the folder RELEASE
 # (.), NODE.conf from the folder KUBECONFIGS (.), and the configuration CONFIG (deploy/base/config.conf). A node keeps the
-# configuration that it has, and says so where that is another; with REPLACE=yes it gets CONFIG. Without NODE.conf it keeps
-# its kubeconfig. Where RELEASE has a folder `wheels`, all Python packages come from there, and no package index is asked.
+# configuration that it has, and says so where that is another; with REPLACE=yes it gets CONFIG, which is then required.
+# Without NODE.conf it keeps its kubeconfig. Where RELEASE has a folder `wheels`, all Python packages come from there, and no
+# package index is asked.
 # remove leaves what the agent programmed, which serves on until the next boot; with CLEANUP=yes it removes that first.
 # Exit code 1: it failed on a node, or no Ready node has the label. LONGEST is how many seconds it waits for a proxy, DRAIN
 # how many for open flows (default of cleanup: until the last one is over; of remove: 3, or 0 where no other proxy is),
@@ -21,7 +22,7 @@
 set -eu
 : "${LOGIN:=root}" "${LONGEST:=600}" "${DRAIN:=}" "${METRICS:=http://127.0.0.1:10249/metrics}"
 here=$(dirname "$0")
-: "${AT_ONCE:=10}" "${RELEASE:=.}" "${KUBECONFIGS:=.}" "${CONFIG:=$here/../base/config.conf}" "${CLEANUP:=no}" "${REPLACE:=no}"
+: "${AT_ONCE:=10}" "${RELEASE:=.}" "${KUBECONFIGS:=.}" "${CONFIG:=}" "${CLEANUP:=no}" "${REPLACE:=no}"
 new=/opt/hybrid-proxy/new
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
@@ -123,9 +124,13 @@ case "$step" in
     takeover | cleanup) AT_ONCE=0 ;;
     install)
         step=install_all code=255
+        if [ "$REPLACE" = yes ] && [ -z "$CONFIG" ]; then
+            echo "nodes: REPLACE=yes replaces each node's config.conf: name the new one, as CONFIG=FILE" >&2
+            exit 2
+        fi
         mkdir "$folder/files"
         cp "$RELEASE"/hybrid_proxy-*.whl "$RELEASE/requirements.txt" "$here/hybrid-proxy.service" "$folder/files"
-        cp "$CONFIG" "$folder/files/config.conf"
+        cp "${CONFIG:-$here/../base/config.conf}" "$folder/files/config.conf"
         [ ! -d "$RELEASE/wheels" ] || cp -r "$RELEASE/wheels" "$folder/files"
         ;;
 esac

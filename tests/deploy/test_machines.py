@@ -165,6 +165,9 @@ def test_one_command_installs_and_upgrades_many_nodes(tmp_path: Path) -> None:
         assert (said.count(": OK: status\n"), said.count(": keeps its own /etc/hybrid-proxy/config.conf\n")) == (3, 3)
         assert node.run("cat /etc/hybrid-proxy/*.conf").splitlines() == ["own", "kubeconfig 3"]
         assert node.run("cat /etc/log").count("daemon-reload\nis-active -q hybrid-proxy\nrestart hybrid-proxy\n") == 3
+        said = node.run(f"{install} 2>&1 || echo $?", REPLACE="yes", **variables)
+        assert ("CONFIG=FILE" in said, said.splitlines()[-1]) == (True, "2"), "the base's would replace the nodes' own"
+        assert node.run("cat /etc/hybrid-proxy/config.conf") == "own\n"
         said = node.run(install, CONFIG="site.conf", REPLACE="yes", **variables)
         assert "keeps its own" not in said
         assert node.run("cat /etc/hybrid-proxy/*.conf").splitlines() == ["clusterCIDR", "kubeconfig 3"]
