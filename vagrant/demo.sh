@@ -217,6 +217,13 @@ main() {
         migrate | back) under_load "$1"; return ;;
         waves | unwind) under_load in_folder "$@"; return ;;
     esac
+    # An agent does not start with a mode that is none.
+    for mode; do
+        case "$mode" in
+            ebpf | nftables | iptables | ipvs | userspace) ;;
+            *) echo "demo: $mode: neither a mode nor a command: vagrant/README.md lists them" >&2; return 2 ;;
+        esac
+    done
     on "$(hostname)" systemctl is-active -q hybrid-proxy || { echo "demo: no agent of systemd serves here: demo migrate" >&2; return 1; }
     [ $# -gt 0 ] || set -- ebpf nftables iptables ipvs userspace
     in_modes "$@"

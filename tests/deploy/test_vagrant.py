@@ -262,6 +262,13 @@ def test_two_runs_at_once_bring_one_image_after_the_other(tmp_path: Path) -> Non
     assert "image: waits until another run of this script ends" in said
 
 
+def test_a_mode_that_is_none_stops_no_agent(demo: Callable[[str], list[str]]) -> None:
+    with pytest.raises(subprocess.CalledProcessError):
+        demo("main ebpf nftabels")
+    called = demo("main nftables")
+    assert sum("systemctl restart" in line for line in called) == 1, "both calls, of which one restarts it"
+
+
 def test_the_demonstration_shows_every_mode_on_every_machine() -> None:
     demo = (VAGRANT / "demo.sh").read_text()
     (line,) = re.findall(r"set -- (.*); *$|set -- (.*)$", demo, re.MULTILINE)
