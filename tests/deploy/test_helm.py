@@ -445,9 +445,13 @@ def test_values_reach_the_documents_and_the_pod() -> None:
 
 
 def test_kube_proxys_own_document_is_a_value(tmp_path: Path) -> None:
-    """The one that kubeadm writes, whole, with nulls and large numbers, and fields of a later version."""
+    """The one that kubeadm writes, whole, with nulls and large numbers, and fields of a later version.
+
+    Like kube-proxy, the agent goes on without a field that it does not know, and names it.
+    """
     document = yaml.safe_load((DEPLOY.parent / "tests/controller/configurations/kubeadm.yaml").read_text())
     document |= {"ofALaterVersion": {"a": 1}, "conntrack": document["conntrack"] | {"min": 3_000_000}}
+    document["iptables"] |= {"masqueradeAl": True}
     (tmp_path / "values.yaml").write_text(yaml.safe_dump({"kubeProxyConfiguration": document}))
     (config,) = (item for item in rendered("-f", str(tmp_path / "values.yaml")) if item["kind"] == "ConfigMap")
     (tmp_path / "config.conf").write_text(config["data"]["config.conf"])
@@ -455,9 +459,10 @@ def test_kube_proxys_own_document_is_a_value(tmp_path: Path) -> None:
     assert loaded.kube_proxy.conntrack.min == 3_000_000
     assert loaded.kube_proxy.detect_local_mode.value == "ClusterCIDR"
     assert ",".join(loaded.kube_proxy.cluster_cidr) == document["clusterCIDR"]
-    assert [warning.partition(": ")[2].split()[0] for warning in loaded.warnings] == [
-        "KubeProxyConfiguration.ofALaterVersion"
-    ]
+    later, typed = sorted(loaded.warnings, key=lambda warning: "masqueradeAl" in warning)
+    assert "KubeProxyConfiguration.ofALaterVersion" in later
+    assert typed.partition("KubeProxyConfiguration.")[2].split()[0] == "iptables.masqueradeAl"
+    assert "masqueradeAll" in typed.split()[-1]
 
 
 def test_alerts_and_dashboard_are_those_of_the_folder() -> None:
