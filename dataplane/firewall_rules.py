@@ -34,6 +34,8 @@ _ROUTED: Final = frozenset({"prerouting", "output"})  # hooks behind which the r
 _PRIORITIES: Final = {"raw": -300, "mangle": -150, "filter": 0, "security": 50}  # of iptables' tables; nat's are DSTNAT
 _SET: Final = re.compile(r"(?:\{ |@\S+\()(.*?)(?: \}|\))")
 _SAID: Final = re.compile(r'-m \S+( --comment ("([^"\\]|\\.)*"|\S+))?')  # a match of iptables, and what says nothing
+_NOTE: Final = re.compile(rf"(?<!-m )(?:--)?comment (?:{QUOTED.pattern}|\S+)|{QUOTED.pattern}")  # it says anything
+_PART: Final = re.compile(r"\b(?:numgen|limit|statistic)\b")
 FIELDS: Final = ("saddr", "sport", "daddr", "dport", "l4proto")  # of packets, as rules name them
 _IDLE: Final = frozenset({"ip", "ip6", "th", "meta", "ct", "counter", "-j", "return", "RETURN"})
 _OPTIONS: Final = {  # of iptables, in nft's words
@@ -85,6 +87,11 @@ class Rule(msgspec.Struct, frozen=True):
     def late(self) -> bool:
         """It meets packets after a mode that translates in netfilter."""
         return self.priority > DSTNAT and _ROUTED.issuperset(self.hooks)
+
+    @property
+    def partial(self) -> bool:
+        """It takes a part of the packets that it names, at random or above a rate."""
+        return bool(_PART.search(_NOTE.sub("", self.text)))
 
     @property
     def spares(self) -> bool:

@@ -137,8 +137,7 @@ class _Watch:
 def _below(root: str) -> Iterator[str]:
     """A folder and those below it, hidden ones too. Links are not followed: what may be read by one is inside.
 
-    Each comes before it is listed: if the caller watches it at once, a folder that appears meanwhile is listed or
-    reported.
+    Each comes before it is listed: if the caller watches it at once, what appears meanwhile is listed or reported.
     """
     waiting = [root]
     while waiting:

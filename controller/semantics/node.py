@@ -111,8 +111,7 @@ def node_faults(
 ) -> Iterator[str]:  # fmt: skip
     """Describes what is missing or wrong, what serves instead, and what to do: a sentence each.
 
-    `reported` is the Node object as it is now, `unread` why it cannot be read (empty: it can), and `network` the result
-    of `node_network`.
+    `reported` is the Node object now, `unread` why it cannot be read (empty: it can), `network` is of `node_network`.
     """
     name, known = settings.node_name, node or Node(settings.node_name)
     instead = f"the interfaces' addresses serve instead ({', '.join(network.primary) or 'none'})"

@@ -538,8 +538,7 @@ def delete(entries: Sequence[bytes]) -> int:
 def _deletion(entry: bytes) -> nl.Message:
     """Returns the request that deletes an entry by the tuple of its answers.
 
-    A client's next entry that goes elsewhere has the same original tuple, and often the same id, which is made of the
-    entry's place in memory.
+    A client's next entry that goes elsewhere has the same original tuple, and often the same id: its place in memory.
     """
     named = b"".join(
         nl.attribute(kind | (nl.NESTED if kind == CTA_TUPLE_REPLY else 0), value)

@@ -68,6 +68,7 @@ NO_ANSWERS = DEAF.replace("dport", "sport")
 UNREAD = DEAF.replace(" drop", " tcp flags syn drop")  # for doctor, which understands addresses, ports and states
 # Of SYNs alone: what else passes in between would decide which of them are lost.
 LOSSY = DEAF.replace("drop", "tcp flags syn numgen inc mod 2 0 drop")
+RARE = "tcp flags syn numgen inc mod 100 8"  # of the first attempts from a pod, which are four, it takes none
 NO_RESETS = "table inet silence { chain o { type filter hook output priority 0 ; tcp flags rst drop ; } ; }"
 MUTE = DEAF.replace("input", "output").replace(" drop", " counter drop")
 REQUESTS, ANSWERS = "ip daddr 10.77.1.12 tcp flags psh counter", "ip saddr 10.77.1.12 meta length > 150"  # no SYN
@@ -1057,6 +1058,13 @@ INCIDENTS = [
         own=True,
     ),
     Incident("a pod loses every other SYN", rules("pod1", LOSSY), (NAME,), "lossy", said="SYNs"),
+    Incident(
+        "FORWARD drops one SYN of many",
+        firewall(AT_HOOK.format("forward", RARE)),
+        (NAME,),
+        "lossy",
+        said="which probably drops",
+    ),
     Incident(
         "PREROUTING drops, uncounted",
         firewall(AT_HOOK.format("prerouting", "")),

@@ -19,7 +19,7 @@ from hybrid_proxy.controller.commands.doctor.checks import (
     node_findings,
     service_findings,
 )
-from hybrid_proxy.controller.commands.doctor.connect import Attempt, Origin, Speech, repeats, speech_of, try_all
+from hybrid_proxy.controller.commands.doctor.connect import Attempt, Origin, Speech, doubtful, speech_of, try_all
 from hybrid_proxy.controller.commands.doctor.facts import (
     NO_FREE_PORT,
     REFUSES_SENT,
@@ -175,7 +175,7 @@ def test_repeated_syns_count_towards_ejection_only_where_no_backend_fails_direct
     rows = [*tried(A, backend, None), *tried(VIP, "silent", None)]
     node = Origin("node", "", ("10.0.9.9",))
     attempts = {Attempt(node, one.via, one.target[:-5], 80, "TCP", Speech(), "shop/web:http"): one for one in rows}
-    assert {one.via for one in repeats(attempts)} == asked
+    assert {one.via for one in doubtful(attempts)} == asked
 
 
 # fmt: off
@@ -1378,11 +1378,14 @@ def test_the_client_that_is_told_of_is_the_one_whose_connection_was_slow() -> No
     assert f"trace --from {slow[0].source} --to" in told_of.todo
 
 
-def test_where_packets_are_lost_a_rule_in_the_pod_that_counts_nothing_is_named() -> None:
-    loses = msgspec.structs.replace(rule("input", "numgen random mod 2 0 drop"), pod=("10.0.0.1",))
-    found = facts(tried(A), tried(B), repeated=syns(A, "accepted", "silent", "accepted"), rules=(loses,))
+@pytest.mark.parametrize(("first", "how"), [("numgen random mod 2 0 drop", "probably drops"), ("", "may drop")])
+def test_where_packets_are_lost_a_rule_in_the_pod_that_counts_nothing_is_named(first: str, how: str) -> None:
+    """What takes a part of them at random comes first."""
+    texts = ["tcp flags syn drop", *filter(None, [first])]
+    rules = tuple(msgspec.structs.replace(rule("input", text), pod=("10.0.0.1",)) for text in texts)
+    found = facts(tried(A), tried(B), repeated=syns(A, "accepted", "silent", "accepted"), rules=rules)
     (told_of,) = (each for each in service(found)[2] if each.cause == "lossy")
-    assert f"; the firewall of pod 10.0.0.1 has {loses}, which may drop them" in told_of.text
+    assert f"; the firewall of pod 10.0.0.1 has {rules[-1]}, which {how} them" in told_of.text
     assert told_of.todo.startswith("accept this pod's connections before this rule; else look at the link")
 
 

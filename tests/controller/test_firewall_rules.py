@@ -170,6 +170,17 @@ def test_a_map_of_verdicts_that_accepts_first_drops() -> None:
 
 
 @pytest.mark.parametrize(
+    ("rule", "partial"),
+    [("tcp flags syn numgen random mod 10 < 4 drop", True), ("tcp dport 80 limit rate over 9/second drop", True),
+     ("-p tcp -m statistic --mode random --probability 0.4 -j DROP", True),
+     ("-p tcp -m comment --comment limit -j DROP", False), ('-m comment --comment "no limit" -j DROP', False),
+     ('tcp dport 80 drop comment "beyond the limit"', False), ('log prefix "numgen " drop', False)],
+)  # fmt: skip
+def test_rules_that_take_a_part_of_the_packets_whatever_a_comment_says(rule: str, partial: bool) -> None:
+    assert Rule("ip x", "c", ("forward",), rule).partial is partial
+
+
+@pytest.mark.parametrize(
     ("lines", "spared"),
     [("*raw\n:PREROUTING ACCEPT [0:0]\n-A PREROUTING -d 10.0.0.1/32 -j CT --notrack", True),
      ("*raw\n:PREROUTING ACCEPT [0:0]\n-A PREROUTING -d 10.0.0.1/32 -j NOTRACK", True),

@@ -1028,8 +1028,8 @@ def _of_losses(facts: ServiceFacts, node: NodeFacts, syns: Sequence[Tried]) -> F
     link = next((each for each in facts.links if _host(syns[0]) in each.addresses), None)
     of, enter = (f" show dev {link.interface}", f"nsenter --net={link.path} ") if link else ("", "")
     todo = f"look at the link (`tc -s qdisc{of}`, `ip -s link{of}`), and at the pod's queue (`{enter}ss -ltn`)"
-    if not rule and (may := _without_counter(facts, node, syns)[:1]):
-        text += f"; {_firewall(may[0])} has {may[0]}, which may drop them"
+    if not rule and (may := sorted(_without_counter(facts, node, syns), key=lambda one: not one.partial)[:1]):
+        text += f"; {_firewall(may[0])} has {may[0]}, which {'probably drops' if may[0].partial else 'may drop'} them"
         todo = f"{_accept(may[0])}; else {todo}"
     hits = len({each.end for each in syns if each.via == "backend"})
     return Finding("problem", "connections", text, _accept(rule) if rule else todo, "lossy", hits=hits)

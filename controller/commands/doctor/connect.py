@@ -1,7 +1,7 @@
 """Real connections to backends and to the Service, from the node and from a pod of it, all at the same time.
 
 Each is one that a client could make: it is closed as soon as something was answered. The kernel repeats a SYN after a
-second, and tells that it did: what may have been lost is tried again, by several SYNs at once (`repeats`).
+second, and says that it did; others are lost at random: SYNs follow that show it (`repeated`).
 """
 
 from __future__ import annotations
@@ -130,18 +130,27 @@ def try_all(attempts: Sequence[Attempt], seconds: float) -> dict[Attempt, Tried]
     return asyncio.run(_together(opened, seconds))
 
 
-def repeats(tried: Mapping[Attempt, Tried]) -> list[Attempt]:
-    """Return SYNs that show whether packets are lost, for connections that failed by silence, or sent a segment again.
+def repeated(tried: Mapping[Attempt, Tried]) -> dict[Attempt, Tried]:
+    """Send SYNs that show whether packets are lost: to each end one at a time until one looks lost, then several.
 
-    Only these say how sure that is: of a segment that was lost twice, one attempt looks like a process that hangs.
-    What fails by the Service's address is repeated to its backends alone if one of these fails.
+    Only these say how sure that is: of a segment that was lost twice, one attempt looks like a process that hangs. To
+    all ends they would fill the short queue of a server that is well.
     """
+    ones = [one._replace(speech=Speech()) for one in tried if one.protocol == "TCP"][:MOST_REPEATED]
+    syns, turn = dict[Attempt, Tried](), 0
+    while not (lost := doubtful({**tried, **syns})) and ones and turn < REPEATS:
+        turn += 1
+        syns |= try_all([one._replace(number=-turn) for one in ones], REPEAT_SECONDS)
+    again = [one._replace(speech=Speech(), number=1 + number) for one in lost for number in range(REPEATS)]
+    return syns | try_all(again, REPEAT_SECONDS)
+
+
+def doubtful(tried: Mapping[Attempt, Tried]) -> list[Attempt]:
+    """Return those that failed by silence, or sent a segment again; by a Service's address if none to its backends."""
     seen = [one for one, each in tried.items() if each.resent or each.outcome in ("silent", "mute", "stalled")]
     direct = {one.service_port for one in seen if one.via == "backend"}
-    mine = [one for one in seen if one.protocol == "TCP" and (one.via == "backend" or one.service_port not in direct)]
-    return [
-        one._replace(speech=Speech(), number=1 + number) for one in mine[:MOST_REPEATED] for number in range(REPEATS)
-    ]
+    mine = (one for one in seen if one.protocol == "TCP" and (one.via == "backend" or one.service_port not in direct))
+    return list(mine)[:MOST_REPEATED]
 
 
 def _open(attempt: Attempt) -> socket.socket | OSError:

@@ -144,7 +144,7 @@ class ServiceFacts(msgspec.Struct, kw_only=True, frozen=True):
     rows: tuple[ServiceRow, ...] = ()
     backends: tuple[BackendRow, ...] = ()
     tried: tuple[Tried, ...] = ()
-    repeated: tuple[Tried, ...] = ()  # SYNs alone, several for each connection that looked as if packets were lost
+    repeated: tuple[Tried, ...] = ()  # SYNs alone, most to ends to which packets looked lost
     own: tuple[str, ...] = ()  # addresses of this node
     links: tuple[PodLink, ...] = ()  # of the pods that take part
     astray: dict[str, tuple[str, str]] = {}  # address of an endpoint -> what is wrong with the way there, what to do

@@ -12,7 +12,7 @@ from typing import Final
 import msgspec
 
 from hybrid_proxy.controller.commands.doctor.checks import lost_on_the_way, places, reached
-from hybrid_proxy.controller.commands.doctor.connect import REPEAT_SECONDS, Attempt, Origin, repeats, speech_of, try_all
+from hybrid_proxy.controller.commands.doctor.connect import Attempt, Origin, repeated, speech_of, try_all
 from hybrid_proxy.controller.commands.doctor.facts import PodLink, ServiceFacts, Tried
 from hybrid_proxy.controller.commands.doctor.node import MOST_PODS, Node, recent
 from hybrid_proxy.controller.commands.doctor.way import astray, link_of, listening, rules_here
@@ -114,7 +114,7 @@ def _with_connections(args: argparse.Namespace, services: Sequence[ServiceFacts]
         sources = dict.fromkeys(tried[attempt].source for attempt in mine)
         asked = dict.fromkeys(attempt.address for attempt in mine if attempt.via == "service")
         ways.append(astray(ours, sources, asked, pods, interfaces, node.facts.missing))
-    syns = try_all(repeats(tried), REPEAT_SECONDS)
+    syns = repeated(tried)
     misled = {address for way in ways for address in way}
     others = [Origin("pod", pod.path, pod.addresses) for pod in pods if pod not in clients]
     others.sort(key=lambda pod: not misled.isdisjoint(pod.addresses))
