@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -153,10 +155,11 @@ class Clinic:
             self.run(place, "nft", "delete", "table", family, name)
 
     @contextmanager
-    def hanging(self, *pods: str, begin: bytes | None = None, after: float = 0) -> Iterator[None]:
+    def hanging(self, *pods: str, begin: bytes | None = None, after: float = 0, during: float = inf) -> Iterator[None]:
         """Processes that take connections there and never read one, but may `begin` an answer `after` some seconds.
 
-        Where it is empty, they read what comes, and close.
+        Where it is empty, they read what comes, and close. Connections that come later than `during` so many seconds
+        from the first one on have it at once.
         """
         sockets = [self.lab.socket(pod) for pod in pods]
         try:
@@ -165,7 +168,7 @@ class Clinic:
                 made.bind((self.lab[pod].address4, HANGS))
                 made.listen(64)
                 if begin is not None:
-                    threading.Thread(target=_begin, args=(made, begin, after), daemon=True).start()
+                    threading.Thread(target=_begin, args=(made, begin, after, during), daemon=True).start()
             yield
         finally:
             for made in sockets:
@@ -187,9 +190,9 @@ class Clinic:
                 path.write_text(before)
 
 
-def _begin(listener: socket.socket, answer: bytes, after: float) -> None:
+def _begin(listener: socket.socket, answer: bytes, after: float, during: float) -> None:
     """Begin an answer on each connection, until the listener is closed."""
-    open_ones = []
+    open_ones, began = [], inf
 
     def send(made: socket.socket) -> None:
         with suppress(OSError):
@@ -201,7 +204,8 @@ def _begin(listener: socket.socket, answer: bytes, after: float) -> None:
             if not answer:
                 with suppress(ConnectionError), open_ones[-1] as made:
                     made.recv(4096)
-            threading.Timer(after, send, open_ones[-1:]).start()
+            began = min(began, time.monotonic())
+            threading.Timer(after if time.monotonic() - began < during else 0, send, open_ones[-1:]).start()
 
 
 @contextmanager

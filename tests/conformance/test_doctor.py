@@ -41,7 +41,7 @@ from hybrid_proxy.workshop.lab.network import NODE_NAMES
 from hybrid_proxy.workshop.lab.objects import endpoint_slice
 from hybrid_proxy.workshop.lab.traffic import ask_tcp, ask_udp
 from tests import namespaces
-from tests.waiting import bound, until
+from tests.waiting import bound, slowness, until
 
 from .clinic import ADDRESSES, BALANCER, HANGS, HTTP, NAME, NOBODY, NODE_PORT, PODS, PROPERTY, Clinic, clinic_of
 from .conftest import only_in
@@ -265,9 +265,9 @@ def stalling(clinic: Clinic) -> Iterator[None]:
 
 @contextmanager
 def slow(clinic: Clinic) -> Iterator[None]:
-    """One process of three answers late."""
+    """One process of three answers late: ten times as late as others answer here."""
     answer = b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n"
-    with clinic.hanging("pod1", begin=answer, after=1.5), clinic.hanging("pod2", "pod3", begin=answer):
+    with clinic.hanging("pod1", begin=answer, after=1.5 * slowness()), clinic.hanging("pod2", "pod3", begin=answer):
         clinic.put(*PODS, target=HANGS)
         yield
 
@@ -909,7 +909,7 @@ INCIDENTS = [
     Incident("the processes in the pods hang", hanging, (NAME,), "backend-never-answers"),
     Incident("the processes close without an answer", closing, (NAME,), "backend-closes", certain=False, said="GET /"),
     Incident("the processes stall in an answer", stalling, (NAME,), "backend-stalls"),
-    Incident("one process of three is slow", slow, (NAME,), "backend-slow", said="the others after"),
+    Incident("one process of three is slow", slow, (NAME, "--timeout", "30"), "backend-slow", said="the others after"),
     Incident("a UDP client's backend goes", backend_of_a_client_goes, (NAME,), ""),
     Incident(
         "a client stays with a backend that is gone",
@@ -1456,6 +1456,17 @@ def test_a_service_whose_answers_are_errors_is_well_and_the_errors_are_told(clin
         code, found = clinic.doctor(NAME)
     assert (code, found.well, found.cause) == (0, True, ""), found
     assert found.verdict.endswith(f" were answered, but {NAME}:http answers GET / by HTTP 503"), found
+
+
+@only_in("ebpf")
+def test_a_backend_that_is_slow_once_is_asked_again_and_not_blamed(clinic: Clinic) -> None:
+    recovered(clinic)
+    answer, wait = b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n", 1.5 * slowness()
+    with clinic.hanging("pod1", begin=answer, after=wait, during=wait), clinic.hanging("pod2", "pod3", begin=answer):
+        clinic.put(*PODS, target=HANGS)
+        code, found = clinic.doctor(NAME, "--timeout", "30")
+    assert (code, found.cause) == (0, ""), found
+    assert max(each.seconds for each in found.connections) > wait / 2
 
 
 @only_in("ebpf")

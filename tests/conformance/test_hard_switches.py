@@ -632,7 +632,13 @@ def test_the_primary_address_of_the_node_changes_while_a_mode_drains(node: Node,
                 scene.flow("pod1", f"UDP, {connected=}", scene.ask_udp("pod1", "dns", connected=connected)),
             ])  # fmt: skip
 
-    eventually(lambda: bench.seen("client", local, V4, 1) is not None, 10, "the Service is not served yet")
+    for family in (V4, V6):
+
+        def served(family: int = family) -> bool:
+            with bench.connect("client", target_of(bench, local, "external", family), family) as connection:
+                return ask_tcp(connection).pod == "pod2"
+
+        eventually(served, 10, "the Service is not served yet")
     with traffic(node, ("pod1",)) as clients:
         begin(clients, connected=True)
         clients.goes_on()

@@ -902,7 +902,10 @@ def _connections(facts: ServiceFacts, node: NodeFacts) -> Iterator[Finding]:
             yield _blamed(facts, [rule], those, f"connections to {_targets(those)} failed {_from(those)}")
     ends |= {each.end for each in dead}  # of which an answer to another client proves little
     yield from _of_backends([each for each in direct if each.end not in ends], facts, node)
-    yield from _slow(direct)
+    for each, usual in slow(direct):
+        text = f"backend {_end(each)} answers after {each.seconds:.1f} s, the others after {1000 * usual:.0f} ms"
+        todo = "look at that pod: its processor limit (throttling), its log, what it waits for"
+        yield Finding("warning", "connections", text, todo, "backend-slow")
     if bad:
         good = _good_words([each for each in direct if each.port == bad[0].port])
         first, why = bad[0], bad[0].detail
@@ -1309,17 +1312,15 @@ def _unanswered_ports(worst: Sequence[Tried], facts: ServiceFacts) -> set[tuple[
     return {way for way, count in ended.items() if 2 * count > all_of[way] or way in {*map(_way, through)} - served}
 
 
-def _slow(direct: Sequence[Tried]) -> Iterator[Finding]:
-    """For each service port, the backend of which the fastest answer takes far longer than those of the others."""
+def slow(direct: Iterable[Tried]) -> Iterator[tuple[Tried, float]]:
+    """Yield the slowest backend of a service port, by its fastest answer, where others take far less: these seconds."""
     answered = sorted((each for each in direct if each.outcome == "answered"), key=lambda each: -each.seconds)
     for port in dict.fromkeys(each.port for each in answered):
-        fastest = {_end(each): each.seconds for each in answered if each.port == port}
-        *others, (slowest, end) = sorted((seconds, end) for end, seconds in fastest.items())
-        usual = median([seconds for seconds, _ in others] or [slowest])
-        if slowest > max(SLOW_SECONDS, SLOW_TIMES * usual):
-            text = f"backend {end} answers after {slowest:.1f} s, the others after {1000 * usual:.0f} ms"
-            todo = "look at that pod: its processor limit (throttling), its log, what it waits for"
-            yield Finding("warning", "connections", text, todo, "backend-slow")
+        fastest = {each.end: each for each in answered if each.port == port}.values()
+        slowest, *others = sorted(fastest, key=lambda each: -each.seconds)
+        usual = median([each.seconds for each in others] or [slowest.seconds])
+        if slowest.seconds > max(SLOW_SECONDS, SLOW_TIMES * usual):
+            yield slowest, usual
 
 
 def _sticky(failed: Tried, facts: ServiceFacts, node: NodeFacts) -> str:

@@ -11,7 +11,7 @@ from typing import Final
 
 import msgspec
 
-from hybrid_proxy.controller.commands.doctor.checks import lost_on_the_way, places, reached
+from hybrid_proxy.controller.commands.doctor.checks import lost_on_the_way, places, reached, slow
 from hybrid_proxy.controller.commands.doctor.connect import Attempt, Origin, repeated, speech_of, try_all
 from hybrid_proxy.controller.commands.doctor.facts import PodLink, ServiceFacts, Tried
 from hybrid_proxy.controller.commands.doctor.node import MOST_PODS, Node, recent
@@ -119,6 +119,8 @@ def _with_connections(args: argparse.Namespace, services: Sequence[ServiceFacts]
     others = [Origin("pod", pod.path, pod.addresses) for pod in pods if pod not in clients]
     others.sort(key=lambda pod: not misled.isdisjoint(pod.addresses))
     second = _by_another_pod(tried.values(), attempts, others, misled)
+    slow_once = {each.end for each, _ in slow(each for each in tried.values() if each.via == "backend")}
+    second += [one for one, each in tried.items() if each.via == "backend" and each.end in slow_once]
     again = try_all(second, args.timeout) if second else {}
     after = {pod: link_of(pod, own, interfaces) for pod in before}
     counts = any(rule.packets is not None for rule in rules)

@@ -150,6 +150,7 @@ def _row(number: int, event: Any, names: Mapping[int, str], backends: Any) -> Pa
     service, protocol, ifindex = int(event["service"]), int(event["protocol"]), int(event["ifindex"])
     replied = reason == "backend_refused" and not event["traced"]  # a reply: source and destination are swapped
     ends = (("saddr", "sport"), ("daddr", "dport"))[:: -1 if replied else 1]
+    flags = int(event["tcp_flags"]) if protocol == Protocol.TCP else 0
     return PacketEvent(
         number=number,
         time=time.time() - (time.monotonic() - int(event["time"]) / 1e9),
@@ -163,12 +164,8 @@ def _row(number: int, event: Any, names: Mapping[int, str], backends: Any) -> Pa
         backend=_backend(backends, int(event["backend"]), service, family),
         where="reply, " * replied + HOOKS[layout.named("HOOK_")[int(event["hook"])]],
         interface=interface_name(ifindex) if ifindex else None,
-        flags=_flags(int(event["tcp_flags"])) if protocol == Protocol.TCP else None,
+        flags=" ".join(name for bit, name in enumerate(TCP_FLAGS) if flags >> bit & 1) or None,
     )
-
-
-def _flags(bits: int) -> str | None:
-    return " ".join(name for bit, name in enumerate(TCP_FLAGS) if bits >> bit & 1) or None
 
 
 def _backend(backends: Any, number: int, service: int, family: int) -> str | None:
