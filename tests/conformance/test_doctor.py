@@ -2708,5 +2708,6 @@ def test_a_mode_that_drained_before_is_no_other_proxy_to_a_new_agent(clinic: Cli
                 code, found = clinic.doctor()
         finally:
             assert clinic.agent.command("switch", mode).returncode == 0
+            clinic.agent.mode = mode  # of its next start
     assert (code, found.cause) == (1, "api-unreachable"), found
     assert "other-proxy" not in {each.cause for each in found.findings}, found
