@@ -36,6 +36,7 @@ class Failover:
         self._ejected: set[Subject] = set()  # a backend set does without them
         self._failed_how: dict[Subject, str] = {}  # of those that the detector wants to eject for their connections
         self._spared_until = self._tidied = time.monotonic()
+        self._sparings = 0  # that have not ended; more than one doctor may be at work
         self.prober = Prober(options)
         self._probed: dict[str, dict[Subject, Target]] = {}  # by service
         self.slow_start = SlowStart()
@@ -76,9 +77,12 @@ class Failover:
         return {subject: down[target] for subject, target in probed if target in down}
 
     def spare(self, store: Store, seconds: float) -> None:
-        """Stops counting failures for so many seconds; those before count. With 0 seconds, a sparing ends now."""
+        """Stops counting failures for so many seconds; those before count. With 0 seconds, such a sparing ends now."""
         self._count(store)
-        self._spared_until = time.monotonic() + seconds
+        running = self._sparings if time.monotonic() < self._spared_until else 0
+        self._sparings = running + (1 if seconds else -1)
+        if seconds or self._sparings <= 0:
+            self._spared_until = time.monotonic() + seconds
 
     def _count(self, store: Store, *, news: bool = True) -> None:
         """Count failures in a row, once: more may come at any time. Take back those since a sparing began."""
@@ -151,8 +155,8 @@ class Failover:
     def _events(self, store: Store, known: _Numbers) -> list[Event]:
         """Returns an event for each ejection that changed the maps; with too many failing, none has an effect."""
         now = {subject for subject in self._detector.ejections if store.is_ejected(known.of(subject))}
-        ejected = [_ejected(subject, self._duration(subject)) for subject in now - self._ejected]
-        readmitted = [_readmitted(subject) for subject in self._ejected - now if subject in known]
+        ejected = [_event(subject, self._duration(subject)) for subject in now - self._ejected]
+        readmitted = [_event(subject) for subject in self._ejected - now if subject in known]
         self._ejected = now
         for notice in ejected:
             log.warning("%s", notice.note)
@@ -209,13 +213,8 @@ class _Numbers:
         return self.of(subject) != 0
 
 
-def _ejected(subject: Subject, duration: str) -> Event:
+def _event(subject: Subject, duration: str = "") -> Event:
     (entry, _, _), (address, port) = subject
-    note = f"{entry}: backend {socket_text(address, port)} gets no new connections from this node {duration}"
-    return Event(entry, "Warning", "BackendEjected", "Eject", note)
-
-
-def _readmitted(subject: Subject) -> Event:
-    (entry, _, _), (address, port) = subject
-    note = f"{entry}: backend {socket_text(address, port)} gets new connections from this node again"
-    return Event(entry, "Normal", "BackendReadmitted", "Readmit", note)
+    kind = ("Warning", "BackendEjected", "Eject") if duration else ("Normal", "BackendReadmitted", "Readmit")
+    gets = f"no new connections from this node {duration}" if duration else "new connections from this node again"
+    return Event(entry, *kind, f"{entry}: backend {socket_text(address, port)} gets {gets}")

@@ -440,6 +440,32 @@ def test_what_doctor_meets_during_an_evaluation_is_taken_back_too(
     watched.close()
 
 
+@pytest.mark.root
+@pytest.mark.parametrize("killed", [False, True], ids=["both end", "one is killed"])
+def test_the_end_of_one_doctor_ends_nothing_of_the_other(
+    open_maps: OpenMaps, monkeypatch: pytest.MonkeyPatch, killed: bool
+) -> None:
+    store, now = Store(open_maps(), HZ), [1000.0]
+    monkeypatch.setattr(failover, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    watched, web = failover.Failover(Options()), entry(one, V1, 3)
+    monkeypatch.setattr(watched, "_has_failed", lambda _: True)
+    store.apply({one: (web,)})
+    counts, ours = store.backends["failures"], number(store, web, 0)
+    watched.spare(store, 20)
+    now[0] += 30 * killed
+    watched.spare(store, 20)
+    if not killed:
+        watched.spare(store, 0)
+    counts[ours] = 5
+    watched.evaluate(store)
+    assert (store.failures(), watched.rows()) == ({}, [])
+    watched.spare(store, 0)
+    counts[ours] = 5
+    watched.evaluate(store)
+    assert [row.ejected for row in watched.rows()] == [True]
+    watched.close()
+
+
 def test_a_readmitted_backend_starts_slowly_where_its_service_asks_for_that(
     open_maps: OpenMaps, monkeypatch: pytest.MonkeyPatch
 ) -> None:
