@@ -355,6 +355,8 @@ class TestAgent:
     def test_looking_at_the_modes_leaves_nothing(self, start, lab):
         agent = start("works", wait=False)
         in_lab(agent)  # iptables-nft leaves its tables, empty
+        uplink = ["ip", "-o", "address", "show", "dev", "eth0", "scope", "link"]
+        until(lambda: lab.run("node", uplink).stdout, "the kernel has noticed that the new lab's links are up")
         before = everything(lab)
         assert len(in_lab(agent)) > len(MODES)
         assert everything(lab) == before
