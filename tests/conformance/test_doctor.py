@@ -33,8 +33,9 @@ from hybrid_proxy.controller.commands.status import Verdict
 from hybrid_proxy.controller.commands.status import verdict as judged
 from hybrid_proxy.controller.commands.troubles import SEE_FAILURES
 from hybrid_proxy.controller.semantics.history import AT_START, CUT, GONE, folded, last_known
+from hybrid_proxy.controller.serving.admin import ask
 from hybrid_proxy.controller.serving.memory import Memory, changes_path, memory_path, read_changes, recall
-from hybrid_proxy.controller.serving.protocol import AgentStatus
+from hybrid_proxy.controller.serving.protocol import NO_EVENT, AgentStatus, EventsAnswer, GetEvents
 from hybrid_proxy.dataplane.table import socket_text
 from hybrid_proxy.workshop.lab.frames import SET_GSO, SET_TSO, set_feature
 from hybrid_proxy.workshop.lab.network import NODE_NAMES
@@ -1918,6 +1919,23 @@ def test_doctor_does_not_tell_of_failures_that_it_caused_itself(clinic: Clinic) 
     clinic.put("pod2", target=NOBODY)
     *_, last = (clinic.doctor(NAME)[1] for _ in range(3))
     assert not any("this node saw failures" in each.text for each in last.findings), last
+
+
+@only_in("ebpf")
+def test_what_doctor_meets_at_the_moment_is_no_outage_in_the_status(clinic: Clinic) -> None:
+    """Whoever is spared stands for doctor; an alert of that moment would say that all clients fail."""
+    recovered(clinic)
+    clinic.put("pod1", target=NOBODY)
+    socket_of_agent = str(clinic.agent.socket)
+    ask(socket_of_agent, GetEvents(NO_EVENT, spares=60.0), EventsAnswer)
+    try:
+        for _ in range(5):
+            assert not clinic.reaches(ADDRESSES[NAME], 80)
+            assert clinic.agent.running_status().dataplane.failing == []
+    finally:
+        ask(socket_of_agent, GetEvents(NO_EVENT, spares=0.0), EventsAnswer)
+    assert not clinic.reaches(ADDRESSES[NAME], 80)
+    assert clinic.agent.running_status().dataplane.failing == [f"{NAME}:http"]
 
 
 @only_in("ebpf", "userspace")

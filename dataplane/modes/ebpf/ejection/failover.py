@@ -84,6 +84,11 @@ class Failover:
         if seconds or self._sparings <= 0:
             self._spared_until = time.monotonic() + seconds
 
+    def take_back(self, store: Store) -> None:
+        """Take back what doctor's connections met up to now: once a second is too late for whoever reads the counts."""
+        if time.monotonic() < self._spared_until:
+            self._count(store)
+
     def _count(self, store: Store, *, news: bool = True) -> None:
         """Count failures in a row, once: more may come at any time. Take back those since a sparing began."""
         spared = time.monotonic() < self._spared_until

@@ -72,6 +72,7 @@ class Reports:
 
     def status(self, mode: str, table: ServiceTable, audit_repairs: int) -> Status:
         """Returns what is loaded, attached and filled."""
+        self._failover.take_back(self._store)
         failing, failing_backends = listing.failing_ports(self._maps.maps, lambda: self.names(table))
         store, used, maps, attached = self._store, self._store.plan.pools.used(), self._maps.maps, self._attachments
         return Status(
