@@ -131,4 +131,4 @@ def test_what_decides_of_each():
     assert spreads == {
         "random": Spread.RANDOM, "rr": Spread.IN_TURN, "wrr": Spread.IN_TURN, "lc": Spread.FEWEST,
         "wlc": Spread.FEWEST, "sh": Spread.CLIENT, "mh": Spread.TUPLE,
-    }  # fmt: skip
+    }, "each algorithm has a row here"  # fmt: skip
