@@ -16,6 +16,7 @@ from hybrid_proxy.dataplane.saved_rules import BUILT_IN, QUOTED, target
 
 _ENDS: Final = re.compile(r"(?:^|\s)(drop|reject|dnat|redirect)\b", re.IGNORECASE)
 _SPARES: Final = re.compile(r"(?:^|\s|-j CT --)(notrack|accept)(?: comment .*)?$", re.IGNORECASE)
+_HIDES: Final = re.compile(r"(?:^|\s)(?<!jump )(?<!goto )(masquerade|snat)(?=\s|$)", re.IGNORECASE)
 _AWAY: Final = frozenset({"dnat", "redirect"})  # of these
 # A fixed mark, with or without a mask; what iptables-nft has made is listed in nft's words.
 _MARKS: Final = re.compile(
@@ -70,9 +71,14 @@ class Rule(msgspec.Struct, frozen=True):
     before: tuple[str, ...] = ()  # rules before it in its chain that accept, return, or lead to a chain that may
 
     @property
+    def words(self) -> str:
+        """The text without comments and quoted strings, which may say anything."""
+        return _NOTE.sub("", self.text).rstrip()
+
+    @property
     def mark(self) -> int | None:
         """The mark that it gives to packets; it neither drops nor redirects them."""
-        found = None if self.away else _MARKS.search(self.text)
+        found = None if self.away else _MARKS.search(self.words)
         return int(found[1], 16) if found else None
 
     @property
@@ -91,12 +97,17 @@ class Rule(msgspec.Struct, frozen=True):
     @property
     def partial(self) -> bool:
         """It takes a part of the packets that it names, at random or above a rate."""
-        return bool(_PART.search(_NOTE.sub("", self.text)))
+        return bool(_PART.search(self.words))
 
     @property
     def spares(self) -> bool:
-        """It drops nothing, and keeps packets from being translated."""
-        return self.mark is None and bool(_SPARES.search(self.text))
+        """It drops nothing: it keeps packets from being translated, or `hides` whose they are."""
+        return self.mark is None and bool(_SPARES.search(self.words) or self.hides)
+
+    @property
+    def hides(self) -> bool:
+        """It gives packets another source."""
+        return bool(_HIDES.search(self.words))
 
     def misses(self, packet: Mapping[str, str], *, surely: bool = True) -> bool:
         """Return whether a rule before it in its chain takes a packet away from it; not `surely`: whether one may."""
@@ -183,7 +194,8 @@ def of_iptables(text: str, family: str) -> tuple[Rule, ...]:
                 chain.policy, chain.left = "policy DROP", int(found[3]) if found[3] else None
         elif (found := _SAVED.match(line)) and (to := target(found[3])):
             chain = chains.setdefault(found[2], _Chain(table, found[2]))
-            if _ENDS.fullmatch(to) or _SPARES.search(found[3]) or _MARKS.search(found[3]):
+            rule = Rule(table, found[2], (), found[3])
+            if _ENDS.fullmatch(to) or rule.spares or rule.mark is not None:
                 chain.end(to.lower(), found[3], found[1])
             if to in ("ACCEPT", "RETURN") or (to in chains and is_foreign(to) and not to.startswith("KUBE-")):
                 chain.passes.append(" ".join(_SAID.sub("", found[3]).split()))
@@ -193,7 +205,7 @@ def of_iptables(text: str, family: str) -> tuple[Rule, ...]:
 
 def takes(text: str, packet: Mapping[str, str], *, surely: bool = True) -> bool:
     """Return whether a rule takes a packet by what it says; `surely`: all of it is understood."""
-    said = _ENDS.split(_MARKS.split(_SPARES.sub("", _SAID.sub("", text)))[0])[0]
+    said = _ENDS.split(_MARKS.split(_HIDES.split(_SPARES.sub("", _SAID.sub("", text)))[0])[0])[0]
     words = [_OPTIONS.get(word, word) for word in _SET.sub(lambda found: found[1].replace(", ", ","), said).split()]
     named = False
     while words:
@@ -213,7 +225,8 @@ def takes(text: str, packet: Mapping[str, str], *, surely: bool = True) -> bool:
                 return False
         elif surely and (unlike or (word not in _IDLE and word != packet["l4proto"])):
             return False
-    return named or not surely or text.lower().endswith(("accept", "return"))
+    text = _NOTE.sub("", text).lower()
+    return named or not surely or text.endswith(("accept", "return")) or bool(_HIDES.search(text))
 
 
 def _covers(value: str, actual: str) -> bool:
@@ -232,7 +245,7 @@ def _read_nft(chain: _Chain, line: str, handle: str) -> None:
     everything = _ALL.fullmatch(line)
     chain.left = int(everything[1]) if everything else None
     bare = QUOTED.sub("", line).partition(" comment ")[0].partition("#")[0]
-    if end := _ENDS.search(bare) or _MARKS.search(bare) or _SPARES.search(bare.rstrip()):
+    if end := _ENDS.search(bare) or _MARKS.search(bare) or _SPARES.search(bare.rstrip()) or _HIDES.search(bare):
         counter = _COUNTER.search(bare)
         chain.end(end[1], _COUNTER.sub("counter", line), counter and counter[1], handle)
     chain.leads_to.update(jumps := JUMP.findall(bare))
@@ -257,7 +270,8 @@ def _rules(chains: Iterable[_Chain]) -> Iterator[Rule]:
             # What is accepted meets the chains behind all the same, but for those that this one leads to.
             ours = not all(map(is_foreign, chain.leads_to))
             for rule in (*policy, *chain.ends):
-                acts = first <= _CONNTRACK if "notrack" in rule.text.lower() else ours
+                acts = first <= _CONNTRACK if "notrack" in rule.words.lower() else ours
+                acts = bool(chain.hook) if rule.hides else acts  # of another chain, what leads there is not read
                 if acts if rule.spares else rule.mark is None or not _ROUTED.isdisjoint(at):
                     yield msgspec.structs.replace(rule, hooks=at, priority=first)
 

@@ -43,8 +43,7 @@ def ticks(path: Path, stop: threading.Event, tick: float = TICK) -> Iterator[Tic
     """Yield what happened, and that nothing did about every `tick` seconds; the latter first, once the watch stands.
 
     A file that was finished or moved there is reported at once. What follows within `STEP` seconds, or while the caller
-    looks, is reported together. Ends when the path is gone. Where inotify does not work, something
-    happens twice a second.
+    looks, is reported together. Ends when the path is gone. Without inotify, something happens twice a second.
     """
     from inotify_simple import INotify
 

@@ -49,8 +49,7 @@ def node_network(
 ) -> NodeNetwork:
     """Returns the part of the node that a mode must know besides the services.
 
-    Addresses of interfaces are empty when they cannot be read: the Node's addresses replace them then. ClusterIPs come
-    from `service_cidrs` (KEP-1880).
+    Without addresses of interfaces the Node's replace them. ClusterIPs come from `service_cidrs` (KEP-1880).
 
     Raises:
         ValueError: an address or CIDR is not one.
@@ -225,8 +224,7 @@ def _loopback(settings: Settings, addresses: tuple[str, ...]) -> tuple[str, ...]
     """Returns the loopback addresses at which this node's own clients find node ports.
 
     As kube-proxy's iptables mode: without `node_port_addresses`, and where these cover the address; for IPv6 as well as
-    for IPv4, in the families of the node's addresses. The keyword `localhost` (KEP-6032) asks for both, whatever
-    `localhost_node_ports` says.
+    for IPv4, in the node's families. The keyword `localhost` (KEP-6032) asks for both despite `localhost_node_ports`.
     """
     wanted = settings.node_port_addresses
     families = {family_of(a) for a in addresses}

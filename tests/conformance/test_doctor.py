@@ -2234,6 +2234,34 @@ def test_a_client_outside_is_not_let_in_at_node_ports_that_no_endpoint_here_serv
         assert "node port" not in {one.subject for one in each.findings}, each
 
 
+@only_in("ebpf", "nftables", "iptables")
+@pytest.mark.parametrize(
+    ("policy", "rule", "hides"),
+    [
+        ("Local", "ip daddr 10.77.1.12 counter masquerade", True),
+        ("Local", 'ip daddr 10.77.1.12 counter accept comment "no masquerade here"', False),
+        ("Cluster", "ip daddr 10.77.1.12 counter masquerade", False),
+    ],
+)
+def test_a_foreign_masquerade_that_hides_clients_from_local_endpoints_is_named(
+    clinic: Clinic, policy: str, rule: str, hides: bool
+) -> None:
+    recovered(clinic)
+    clinic.put("pod2", type="LoadBalancer", externalTrafficPolicy=policy)
+    masquerades = f"table ip somebody {{ chain c {{ type nat hook postrouting priority 99 ; {rule} ; }} ; }}"
+    with clinic.rules("node", masquerades), clinic.lab.socket("client") as client:
+        aware_of(clinic.agent, masquerades)
+        client.settimeout(bound(5))
+        client.connect((clinic.lab["node"].address4, NODE_PORT))
+        assert (ask_tcp(client).peer[0] != "192.168.77.1") is (hides or policy == "Cluster")
+        told_of = [
+            [each.text for each in clinic.doctor(*asked)[1].findings if each.cause == "foreign-nat"]
+            for asked in ((NAME,), FROM_OUTSIDE)
+        ]
+    assert [len(texts) for texts in told_of] == [hides] * 2, told_of
+    assert all("masquerade" in text and "externalTrafficPolicy Local" in text for text, *_ in filter(None, told_of))
+
+
 @only_in("ebpf")
 @pytest.mark.parametrize(
     ("kind", "asked"),

@@ -170,6 +170,41 @@ def test_a_map_of_verdicts_that_accepts_first_drops() -> None:
 
 
 @pytest.mark.parametrize(
+    ("lines", "hides"),
+    [(["masquerade"], True), (["ip daddr 10.0.0.0/8 masquerade to :1024-65535 random"], True),
+     (["ip saddr 192.168.0.0/16 counter packets 1 bytes 9 snat to 192.0.2.1"], True), (["jump masquerade"], False),
+     (['ip daddr 10.0.0.1 drop comment "no masquerade here"'], False), (['log prefix "snat " drop'], False),
+     (["ip saddr 10.0.0.0/8 masquerade"], False), (["meta mark & 0x4000 != 0 masquerade"], False),
+     (["meta mark != 0x4000 return", "masquerade"], False), (["ip daddr 10.0.0.0/8 return", "masquerade"], False),
+     (["ip daddr 10.0.0.9 return", "masquerade"], True), (['oifname "eth0" masquerade'], False)],
+)  # fmt: skip
+def test_rules_that_hide_clients_whatever_a_comment_says(lines: list[str], hides: bool) -> None:
+    """Where others lead to their chain, nothing of what leads there is known: CNI plugins have one for each pod."""
+    text = "\n".join(f"\t\t{line} # handle {number}" for number, line in enumerate(lines, 2))
+    base = BaseChain("ip x", "c", "nat", "postrouting", rules=2, drops=False, packets=None, priority=100)
+    for chain, known in (("c", hides), ("d", False)):
+        others = "\tchain c {\n\t\tjump d\n\t}\n" * (chain == "d")
+        found = of_nft(f"table ip x {{\n{others}\tchain {chain} {{\n{text}\n\t}}\n}}\n", [base])
+        sure = [rule for rule in found if rule.hides and takes(rule.text, TO_ENDPOINT)]
+        assert [rule for rule in sure if not rule.misses(TO_ENDPOINT, surely=False)] == sure[:known]
+        assert bool(sure) >= known
+
+
+@pytest.mark.parametrize(
+    ("rules", "hides"),
+    [(["-j MASQUERADE"], True), (["-d 10.0.0.0/8 -j SNAT --to-source 192.0.2.1"], True),
+     (['-m comment --comment "no masquerade here" -j DROP'], False), (["-m comment --comment snat -j DROP"], False),
+     (["! -s 192.168.0.0/16 -d 10.0.0.0/8 -j MASQUERADE"], False), (["-o eth0 -j MASQUERADE"], False),
+     (["-m mark ! --mark 0x4000/0x4000 -j RETURN", "-j MASQUERADE"], False)],
+)  # fmt: skip
+def test_legacy_rules_that_hide_clients(rules: list[str], hides: bool) -> None:
+    text = "\n".join(f"[1:9] -A POSTROUTING {rule}" for rule in rules)
+    found = of_iptables(f"*nat\n:POSTROUTING ACCEPT [0:0]\n{text}\nCOMMIT\n", "ip")
+    sure = [rule for rule in found if rule.hides and takes(rule.text, TO_ENDPOINT)]
+    assert bool([rule for rule in sure if not rule.misses(TO_ENDPOINT, surely=False)]) is hides
+
+
+@pytest.mark.parametrize(
     ("rule", "partial"),
     [("tcp flags syn numgen random mod 10 < 4 drop", True), ("tcp dport 80 limit rate over 9/second drop", True),
      ("-p tcp -m statistic --mode random --probability 0.4 -j DROP", True),
@@ -244,6 +279,7 @@ def test_rules_that_keep_packets_from_being_translated(table: str, chain: str, l
 
 
 PACKET = {"saddr": "10.0.0.9", "daddr": "10.0.0.1", "sport": "", "dport": "8080", "l4proto": "tcp"}
+TO_ENDPOINT = {**PACKET, "saddr": "192.168.77.1", "state": "new"}
 
 
 @pytest.mark.parametrize(

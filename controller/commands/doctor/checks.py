@@ -949,6 +949,7 @@ def _outside(facts: ServiceFacts, node: NodeFacts, to: str) -> Iterator[Finding]
     own = [rule for rule in facts.rules if not (rule.away or rule.pod or rule.spares)]
     own = [rule for rule in own if facts.stranger or _END.search(rule.text)]
     met, past, unsure, barred = dict[Rule, str](), dict[Rule, str](), set[Rule](), False  # and where to
+    hidden = dict[Rule, str]()  # rules that give them another source
     for port in facts.ports:
         inner = not facts.stranger or any(each.kind is not Kind.CLUSTER_IP for each in port.frontends)
         outer = [each for each in port.frontends if not inner or each.kind is not Kind.CLUSTER_IP]
@@ -957,6 +958,8 @@ def _outside(facts: ServiceFacts, node: NodeFacts, to: str) -> Iterator[Finding]
         named = [(facts.packet.dst, facts.packet.port)] if facts.packet else named
         behind = [(end.address, end.port) for end in reached(facts, port) if outer and not _relays(node)]
         sent_on = ebpf and all(each.masquerade & Masquerade.EXTERNAL for each in outer)
+        kept = named and not (_relays(node) or any(each.masquerade & Masquerade.EXTERNAL for each in outer))
+        hidden |= dict.fromkeys(_hiding(facts, port), socket_text(*named[0])) if kept else {}
         for found, ends, hooks in (
             (met, named * (not ebpf), before),
             (met, behind, frozenset({"egress"}) if sent_on else FORWARDED),
@@ -984,9 +987,24 @@ def _outside(facts: ServiceFacts, node: NodeFacts, to: str) -> Iterator[Finding]
         options = f"--from {facts.stranger} " * bool(facts.stranger) + f"--to {met[rules[0]]}"
         todo = f"{_accept(rules[0], 'these clients')}; `hybrid-proxy trace {options}` shows what gets past it"
         yield Finding("problem" if facts.packet or barred else "warning", "firewall", text, todo, "firewall", sure)
+    if rules := list(hidden):
+        text = f"externalTrafficPolicy Local promises endpoints the addresses of clients, but foreign rule {rules[0]} "
+        text += f"replaces those of {facts.stranger or f'clients outside to {hidden[rules[0]]}'}"
+        yield Finding("warning", "firewall", text, _accept(rules[0], "these clients"), "foreign-nat", certain=False)
     if facts.stranger and (spared := [str(rule) for rule in past if rule not in met]):
         text = f"not on the way of {who}: mode ebpf sends these packets on past FORWARD: {some(spared, '; ')}"
         yield Finding("ok", "firewall", text)
+
+
+def _hiding(facts: ServiceFacts, port: TablePort) -> list[Rule]:
+    """Rules that surely give packets of clients outside another source, on their way to an endpoint here."""
+    ends = [socket_text(each.address, each.port) for each in reached(facts, port) if each.local]
+    ways = [Tried("node", facts.stranger, "backend", end, port.protocol, "failed") for end in ends]
+    there = (rule for rule in facts.rules if rule.hides and not rule.pod)
+    return [
+        rule for rule in there
+        if any(_is_about(rule, way, facts) and not _passes(rule, [way], facts, surely=False) for way in ways)
+    ]  # fmt: skip
 
 
 def _relays(node: NodeFacts) -> bool:
@@ -1117,6 +1135,7 @@ def _packets_at(rule: Rule, each: Tried, facts: ServiceFacts) -> list[dict[str, 
         packets[1] |= {"oif": facts.stranger_at, "oifname": facts.stranger_at}
     packets = [packets[0] | {"state": "new"}, *(packet | {"state": "established"} for packet in packets[::-1])]
     own = {"daddr" if hook in BEFORE else "saddr" for hook in rule.hooks}  # a pod's is that of what enters, or leaves
+    packets = packets[:1] if rule.hides else packets  # NAT is asked for the first one alone
     return [one for one in packets if not rule.pod or any(one[name] in rule.pod for name in own)]
 
 

@@ -45,8 +45,7 @@ STATUS_SECONDS: Final = 5.0
 class _ClientAddresses:
     """The policy routing of replies to clients' addresses, which backends see as their source, to this node.
 
-    `kept` are the families in which it works; in others backends see the node. `changes` has reports of changed routing
-    rules and routes.
+    `kept` are the families in which it works; in others backends see the node. `changes` reports routing that changed.
     """
 
     def __init__(self) -> None:
