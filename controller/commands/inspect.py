@@ -165,10 +165,13 @@ def _show_modes(args: argparse.Namespace) -> int:
         does = {**dict.fromkeys((one.mode for one in status.draining), "drains"), status.mode.effective: "serves"}
         note = switched(status)
     except UnansweredError as error:
-        note = str(error)
+        note, does = str(error), {}
         how = "serves without an agent" if isinstance(error, NoAgentError) else "serves as last programmed"
-        left = without_agent(args.admin_socket, args.pin_root, error).programmed
-        does = {mode: how if found.service_ports else "drains" for mode, found in left.items()}
+        try:
+            left = without_agent(args.admin_socket, args.pin_root, error).programmed
+            does = {mode: how if found.service_ports else "drains" for mode, found in left.items()}
+        except (DataplaneError, OSError) as denied:
+            note += f"; which mode serves is not known: {denied}"
     missing = probe_all(Options(ebpf=EbpfOptions(pin_root=args.pin_root or "")))
     does = {mode: "cannot work" if lacks else "works" for mode, lacks in missing.items()} | does
     rows = [

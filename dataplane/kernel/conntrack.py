@@ -133,8 +133,7 @@ def forget_ended() -> int:
 
     To be called when a mode that does not translate by conntrack begins to serve. Such an entry holds the ports of its
     client and backend for two minutes. A new connection that has the same ones, and goes to the backend by itself, gets
-    another port from conntrack, and loses it when the last rule that translates is removed: the connection stalls.
-    Errors are logged, never raised.
+    another port from conntrack, and stalls when the last rule that translates is removed. Errors are only logged.
     """
     deleted = 0
     for family in (4, 6):

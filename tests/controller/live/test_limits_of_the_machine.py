@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import subprocess
 import sys
@@ -153,3 +154,16 @@ def test_without_rights_it_says_to_run_as_root(command: str, tmp_path: Path) -> 
         )
     assert done.returncode == 1
     assert "Operation not permitted: run as root" in done.stderr
+
+
+def test_modes_says_of_each_what_it_lacks_though_nobody_may_read_which_one_serves(tmp_path: Path) -> None:
+    argv = ["setpriv", "--bounding-set=-net_admin", "--inh-caps=-all", sys.executable, "-m", "hybrid_proxy.controller"]
+    argv += ["modes", "-o", "json", "--admin-socket", str(tmp_path / "x.sock")]
+    with fresh():
+        done = subprocess.run(argv, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    rows = {row["mode"]: row for row in json.loads(done.stdout)}
+    assert rows.keys() >= {"ebpf", "nftables", "iptables", "userspace"}
+    assert all("root" in rows[mode]["missing"] for mode in ("nftables", "iptables", "userspace")), rows
+    assert not any(row["runs"] for row in rows.values()), rows
+    assert "which mode serves is not known" in done.stderr
