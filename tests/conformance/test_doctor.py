@@ -1627,7 +1627,7 @@ def test_doctor_names_a_pods_route_that_is_gone_and_the_command_that_puts_it_bac
     assert "endpoint-route" not in {each.cause for each in clinic.doctor()[1].findings}, "it is back"
 
 
-@only_in("ebpf")
+@only_in("ebpf", "nftables", "iptables")
 def test_of_a_link_that_is_down_no_earlier_wrong_route_is_advised(clinic: Clinic) -> None:
     recovered(clinic)
     end, wrong = clinic.lab["pod2"].address4, clinic.lab["pod3"].interface
