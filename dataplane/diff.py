@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from hybrid_proxy.dataplane.shards import Shards
-from hybrid_proxy.dataplane.table import ServiceTable
+from hybrid_proxy.dataplane.table import EMPTY, Entry, ServiceTable
 
 
 def changed_services(old: ServiceTable, new: ServiceTable) -> frozenset[str]:
@@ -24,3 +24,20 @@ def changed_services(old: ServiceTable, new: ServiceTable) -> frozenset[str]:
     }
     names.update(name for name in old.services if name not in new.services)
     return frozenset(names)
+
+
+class Tally:
+    """Counts over a table. Whoever follows each table pays for its changes, and never for those of many at once."""
+
+    _table: ServiceTable = EMPTY
+
+    def follow(self, table: ServiceTable) -> None:
+        """Count what distinguishes this table from the one before."""
+        for name in changed_services(self._table, table):
+            self._count(self._table.services.get(name, ()), -1)
+            self._count(table.services.get(name, ()), 1)
+        self._table = table
+
+    def _count(self, entries: tuple[Entry, ...], sign: int) -> None:
+        """Add the service ports of one service, or with a negative sign take them away."""
+        raise NotImplementedError

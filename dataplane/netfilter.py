@@ -118,6 +118,8 @@ class NetfilterMode(Programmer):
         before, gone = self.table, gone_endpoints(self.table, table, names)
         self.table, self._full, self._programmed = table, False, True
         self._written()
+        if before is not EMPTY:
+            self._unmet.follow(table)
         self._judge(before, names, repaired=whole)
         if gone:
             self._reset_connections(gone)

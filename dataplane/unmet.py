@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from hybrid_proxy.dataplane.diff import changed_services
+from hybrid_proxy.dataplane.diff import Tally
 from hybrid_proxy.dataplane.reports import several
-from hybrid_proxy.dataplane.table import EMPTY, Entry, ServiceTable
+from hybrid_proxy.dataplane.table import Entry, ServiceTable
 
 
-class Unmet:
-    """Counts the service ports that ask for what a mode does not do, at the cost of what changed since the last time.
+class Unmet(Tally):
+    """Counts the service ports that ask for what a mode does not do.
 
     Args:
         known: algorithms of the mode, None: it says itself what it lacks.
@@ -25,16 +25,11 @@ class Unmet:
         resets: bool = True,
     ) -> None:  # fmt: skip
         self._known, self._instead, self._weighs, self._probes, self._resets = known, instead, weighs, probes, resets
-        self._table: ServiceTable = EMPTY
         self._other = self._weighted = self._slow = self._probed = self._reset = 0
 
     def warnings(self, table: ServiceTable) -> list[str]:
         """One for each thing that some of this table's service ports ask for in vain."""
-        for name in changed_services(self._table, table):
-            for sign, entries in ((-1, self._table.services.get(name, ())), (1, table.services.get(name, ()))):
-                for entry in entries:
-                    self._count(entry, sign)
-        self._table = table
+        self.follow(table)
         return [
             f"{several(count, 'service port')} {what}"
             for count, what in (
@@ -50,10 +45,12 @@ class Unmet:
             if count
         ]
 
-    def _count(self, entry: Entry, sign: int) -> None:
-        self._other += sign * (self._known is not None and entry.algorithm not in self._known)
-        weights = {backend.weight for backend in entry.serving if backend.weight}
-        self._weighted += sign * (not self._weighs and len(weights) > 1)
-        self._slow += sign * (not self._weighs and entry.slow_start > 0)
-        self._probed += sign * (not self._probes and entry.probe is not None)
-        self._reset += sign * (not self._resets and entry.present is not None)
+    def _count(self, entries: tuple[Entry, ...], sign: int) -> None:
+        for entry in entries:
+            self._other += sign * (self._known is not None and entry.algorithm not in self._known)
+            if not self._weighs:
+                weights = {backend.weight for backend in entry.serving if backend.weight}
+                self._weighted += sign * (len(weights) > 1)
+                self._slow += sign * (entry.slow_start > 0)
+            self._probed += sign * (not self._probes and entry.probe is not None)
+            self._reset += sign * (not self._resets and entry.present is not None)

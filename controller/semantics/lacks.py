@@ -57,19 +57,24 @@ class KnownLacks:
     def __init__(self) -> None:
         self._table = EMPTY
         self._lacks: dict[str, tuple[bool, str, list[Lack]]] = {}  # by service; first those that had backends before
-        self._listed: list[Lack] = []
+        self._listed: list[Lack] | None = None  # None: not since the last of these changes
 
-    def of(self, table: ServiceTable) -> list[Lack]:
-        """Returns the lacks of this table, first of services that had backends: the same object for the same table."""
-        if table is self._table:
-            return self._listed
+    def follow(self, table: ServiceTable) -> None:
+        """Find what distinguishes this table from the one before; whoever follows each never pays for many at once."""
         for name in changed_services(self._table, table):
             known = self._lacks.pop(name, None)
             new = known[0] if known else name not in self._table.services
             if found := list(lacks(table.services.get(name, ()))):
                 self._lacks[name] = new, name, found
+            if known or found:
+                self._listed = None
         self._table = table
-        self._listed = [lack for *_, found in sorted(self._lacks.values()) for lack in found]
+
+    def of(self, table: ServiceTable) -> list[Lack]:
+        """Returns the lacks of this table, first of services that had backends: the same object while they last."""
+        self.follow(table)
+        if self._listed is None:
+            self._listed = [lack for *_, found in sorted(self._lacks.values()) for lack in found]
         return self._listed
 
 

@@ -12,8 +12,8 @@ from collections.abc import Collection, Iterable, Sequence
 from typing import Final
 
 from hybrid_proxy.controller.kubernetes import model
-from hybrid_proxy.dataplane.diff import changed_services
-from hybrid_proxy.dataplane.table import EMPTY, Entry, Kind, ServiceTable, WhenEmpty
+from hybrid_proxy.dataplane.diff import Tally
+from hybrid_proxy.dataplane.table import Entry, Kind, ServiceTable, WhenEmpty
 
 FAMILIES: Final = {4: "IPv4", 6: "IPv6"}
 # Rounded, because a bucket's label is the shortest text of its bound.
@@ -45,20 +45,13 @@ class Durations:
         self.sums[family] += seconds
 
 
-class TableTotals:
-    """Counters of a service table, updated by the differences between tables."""
+class TableTotals(Tally):
+    """Counters of a service table."""
 
     def __init__(self) -> None:
         self.ports = 0
         self.backends = 0
         self.no_local: Counter[tuple[int, str]] = Counter()  # family and policy -> services
-        self._table: ServiceTable = EMPTY
-
-    def update(self, table: ServiceTable) -> None:
-        for name in changed_services(self._table, table):
-            self._count(self._table.services.get(name, ()), -1)
-            self._count(table.services.get(name, ()), 1)
-        self._table = table
 
     def _count(self, entries: tuple[Entry, ...], sign: int) -> None:
         self.ports += sign * len(entries)
@@ -135,7 +128,7 @@ class Counters:
 
     def record_sync(self, table: ServiceTable, seconds: float, latencies: Iterable[float], wall: float) -> None:
         """Note that everything that arrived is programmed."""
-        self.totals.update(table)
+        self.totals.follow(table)
         self.sync.observe(seconds)
         for family in self._families:
             self._sync_of_family.observe(seconds, family)

@@ -97,21 +97,21 @@ class TestTableTotals:
     def test_ports_and_backends_follow_changes(self):
         totals = TableTotals()
         first = table(a=(entry(), entry(family=6)), b=(entry(),))
-        totals.update(first)
+        totals.follow(first)
         assert (totals.ports, totals.backends) == (3, 6)
-        totals.update(first)
+        totals.follow(first)
         assert totals.ports == 3, "the same table counts once"
         second = table(first, a=(entry(),), c=(entry(),))
-        totals.update(second)
+        totals.follow(second)
         assert (totals.ports, totals.backends) == (2, 4)
 
     def test_a_table_whose_predecessor_was_not_seen(self):
         totals = TableTotals()
         first = table(a=(entry(),))
-        totals.update(first)
+        totals.follow(first)
         second = table(first, a=(entry(),), b=(entry(),))
         third = table(second, b=(entry(),))
-        totals.update(third)
+        totals.follow(third)
         assert totals.ports == 1
 
     @pytest.mark.parametrize(
@@ -127,9 +127,9 @@ class TestTableTotals:
     def test_row_8_12_services_without_local_endpoints(self, frontends, expected):
         totals = TableTotals()
         held = table(a=(entry(*frontends), entry(*frontends, name="d/web:https")))
-        totals.update(held)
+        totals.follow(held)
         assert +totals.no_local == expected
-        totals.update(table(held))
+        totals.follow(table(held))
         assert not +totals.no_local
 
 

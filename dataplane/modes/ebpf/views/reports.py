@@ -34,7 +34,7 @@ class Reports:
     ) -> None:  # fmt: skip
         self._options, self._maps, self._store, self._datapath = options, maps, store, datapath
         self._attachments, self._gc, self._failover, self._fast_path = attachments, gc, failover, fast_path
-        self._unmet = Unmet(KNOWN, "random", weighs=True, probes=True)
+        self.unmet = Unmet(KNOWN, "random", weighs=True, probes=True)
         self._nearly_full: dict[str, str] = {}  # map -> message
         self._explain: Object | None = None  # loaded when somebody asks
         self._growths = 0  # of maps, when they were loaded
@@ -45,7 +45,7 @@ class Reports:
 
     def warnings(self, table: ServiceTable) -> list[str]:
         """Returns what the table asks for and this mode does not do."""
-        messages = self._unmet.warnings(table)
+        messages = self.unmet.warnings(table)
         cut = [(key[0], has, wanted) for key, (has, wanted) in self._store.plan.cut.items()]
         if cut:
             name, has, wanted = cut[0]
