@@ -225,6 +225,11 @@ def socket_text(address: str, port: int) -> str:
     return f"[{address}]:{port}" if ":" in address else f"{address}:{port}"
 
 
+def host_of(text: str) -> str:
+    """The address in such a text."""
+    return text.rpartition(":")[0].strip("[]")
+
+
 def frontend_text(address: str | None, port: int) -> str:
     """Formats a frontend for listings. None: a node port, which every address of the node serves."""
     return socket_text(address, port) if address else f"{NODE_PORT}{port}"

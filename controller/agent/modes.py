@@ -14,7 +14,7 @@ from hybrid_proxy.dataplane.errors import DataplaneError, Unsupported, reason_of
 from hybrid_proxy.dataplane.kernel.other_proxies import may_have_left, others_have_pins
 from hybrid_proxy.dataplane.mode import Mode, Options, Programmer, RequestMaintenance
 from hybrid_proxy.dataplane.reports import several
-from hybrid_proxy.dataplane.table import Remembered, ServiceTable
+from hybrid_proxy.dataplane.table import Remembered, ServiceTable, host_of
 
 log = logging.getLogger(__name__)
 
@@ -144,7 +144,7 @@ def backends_left(name: str, names: Mapping[int, str], options: Options) -> dict
             found = {row.name.partition(":")[0]: set() for row in view.services() if row.name}
             for each in (each for each in view.backends() if each.used and each.service):
                 ends = found.setdefault(str(each.service).partition(":")[0], set())
-                ends.add(each.address.rpartition(":")[0].strip("[]"))
+                ends.add(host_of(each.address))
     return found
 
 

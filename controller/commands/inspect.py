@@ -27,7 +27,7 @@ from hybrid_proxy.dataplane.kernel.links import read_node
 from hybrid_proxy.dataplane.mode import Options, ProbePacket
 from hybrid_proxy.dataplane.options import EbpfOptions
 from hybrid_proxy.dataplane.reports import SENT_ON, ExplainAnswer, ExplainStep, FlowRow, Unprogrammed, some, unserved
-from hybrid_proxy.dataplane.table import NODE_PORT, Protocol, family_of, socket_text
+from hybrid_proxy.dataplane.table import NODE_PORT, Protocol, family_of, host_of, socket_text
 
 if TYPE_CHECKING:
     from hybrid_proxy.controller.commands.views import Programmed
@@ -98,7 +98,7 @@ def _backends(here: Programmed, args: argparse.Namespace) -> _Found:
     unready = {of: end for of, end in ends.items() if not end.ready}
     for row in rows:  # the agent knows until when one is ejected, and why
         row.state = states.get((row.service or "", row.address), row.state)
-        of = (row.service or "").partition(":")[0], row.address.rpartition(":")[0].strip("[]")
+        of = (row.service or "").partition(":")[0], host_of(row.address)
         row.node = ends[of].node if of in ends else None
         if (out := unready.pop(of, None)) and not row.used:
             row.state = f"in no backend set: it is {'terminating' if out.terminating else 'not ready'}"
@@ -124,7 +124,7 @@ def _flows(here: Programmed, args: argparse.Namespace) -> _Found:
     here.note_gone(rows)
     # The relay of mode userspace, which served before, alone knew the backend of a flow that leads to it.
     own = {"127.0.0.1", "::1", *read_node().addresses}
-    at_node = [row for row in rows if row.backend and row.backend.rpartition(":")[0].strip("[]") in own]
+    at_node = [row for row in rows if row.backend and host_of(row.backend) in own]
     known = {row.address for row in here.backends()} if at_node else set()
     for row in at_node:
         row.backend = row.backend if row.backend in known else RELAY
@@ -262,7 +262,7 @@ def explain_live(args: argparse.Namespace, packets: list[Packet]) -> int:
     for packet, row in zip(packets, rows, strict=True):
         row.name, row.mode = packet.name, row.mode or agent.mode
         if row.service and not args.flows:
-            ends = {host: host in at for host in (end.rpartition(":")[0].strip("[]") for end in row.backends)}
+            ends = {host: host in at for host in (host_of(end) for end in row.backends)}
             wrong = astray(ends, {packet.src}, {packet.dst}, pods, (here := read_node()), ())
             row.steps += [ExplainStep("way", f"The way to {end} is wrong: {why}.") for end, (why, _) in wrong.items()]
             row.steps += _met(packet, row, here.addresses)
@@ -284,7 +284,8 @@ def explain_live(args: argparse.Namespace, packets: list[Packet]) -> int:
 
 def _met(packet: Packet, row: ExplainAnswer, own: Sequence[str]) -> Iterator[ExplainStep]:
     """Rules of other programs that take the packet, by what they say or by default: behind a translation or before."""
-    from hybrid_proxy.controller.commands.doctor.checks import BEFORE, WITHOUT_FORWARD
+    from hybrid_proxy.controller.commands.doctor.facts import WITHOUT_FORWARD
+    from hybrid_proxy.controller.commands.doctor.rules import BEFORE
     from hybrid_proxy.dataplane.firewall_rules import FIELDS, takes
     from hybrid_proxy.dataplane.kernel.foreign_rules import read_rules
     from hybrid_proxy.dataplane.kernel.links import interface_to

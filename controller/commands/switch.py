@@ -19,6 +19,7 @@ from hybrid_proxy.controller.serving import protocol as p
 from hybrid_proxy.controller.serving.admin import BusyError, ask
 from hybrid_proxy.controller.settings.config import available_modes
 from hybrid_proxy.dataplane.reports import FlowRow
+from hybrid_proxy.dataplane.table import host_of
 
 SERVE_SECONDS: Final = 60.0  # until another mode has programmed its first table
 POLL_SECONDS: Final = 0.2
@@ -130,7 +131,7 @@ def _drain(args: argparse.Namespace) -> int:
     outer, shown = frozenset(answer.addresses), ""
     until = time.monotonic() + args.timeout if args.timeout else None
     while True:
-        flows = dict(_open_flows(args, lambda row: row.frontend.rpartition(":")[0].strip("[]") in outer))
+        flows = dict(_open_flows(args, lambda row: host_of(row.frontend) in outer))
         late = until is not None and time.monotonic() >= until
         if not any(flows.values()) or late:
             break

@@ -26,6 +26,7 @@ from hybrid_proxy.controller.serving import protocol as p
 from hybrid_proxy.controller.serving.admin import FIRST_SECONDS, UnansweredError, ask
 from hybrid_proxy.dataplane.modes.ebpf.maps.reasons import WORDS, kind_of
 from hybrid_proxy.dataplane.reports import PacketEvent, clock, several
+from hybrid_proxy.dataplane.table import host_of
 
 POLL_SECONDS: Final = 0.5
 ALL: Final = -p.NO_EVENT  # those of agents before this one, too
@@ -179,7 +180,7 @@ def _traced(args: argparse.Namespace) -> Iterator[PacketEvent]:
         time.sleep(min(POLL_SECONDS, max(0.0, end - time.monotonic())))
         rows, after = _events(args, after)
         for row in rows:
-            if not client or client in (end.rpartition(":")[0].strip("[]") for end in (row.source, row.destination)):
+            if not client or client in (host_of(end) for end in (row.source, row.destination)):
                 yield row
     ask(args.admin_socket, p.SetTrace(None, None, 0), p.TraceAnswer)
 

@@ -24,7 +24,7 @@ from hybrid_proxy.controller.semantics.explain import Packet
 from hybrid_proxy.controller.text import printable
 from hybrid_proxy.dataplane.firewall_rules import counted
 from hybrid_proxy.dataplane.kernel.foreign_rules import read_rules
-from hybrid_proxy.dataplane.table import family_of
+from hybrid_proxy.dataplane.table import family_of, host_of
 
 MARKS: Final = {"ok": "✓", "warning": "!", "problem": "✗", "unknown": "?"}
 TONES: Final = {"ok": Tone.GOOD, "warning": Tone.WARN, "problem": Tone.BAD, "unknown": Tone.DIM}
@@ -52,7 +52,7 @@ def run(args: argparse.Namespace) -> int:
     node = at_node(agent_at(args.admin_socket, args.pin_root), args.cgroup)
     args.service = args.service and named(args.service, node.rows)
     with contextlib.suppress(ValueError):  # an address and a port that no service has
-        if args.service and ip_address(args.service.partition("/")[0].rpartition(":")[0].strip("[]")):
+        if args.service and ip_address(host_of(args.service.partition("/")[0])):
             args.service, args.target = None, args.service
             packet = _packet(args)
     several = args.namespace is not None and args.service is None

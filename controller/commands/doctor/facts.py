@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Literal, get_args
+from collections.abc import Iterable, Sequence
+from collections.abc import Set as AbstractSet
+from typing import Final, Literal, get_args
 
 import msgspec
 
@@ -11,6 +13,7 @@ from hybrid_proxy.controller.semantics.history import ChangeRow
 from hybrid_proxy.controller.serving.protocol import AgentStatus, TableAnswer, TablePort
 from hybrid_proxy.dataplane.firewall_rules import Rule, Taken
 from hybrid_proxy.dataplane.reports import BackendRow, Ejection, ExplainAnswer, Fill, FlowRow, PacketEvent, ServiceRow
+from hybrid_proxy.dataplane.table import Backend, Kind, family_of, host_of, socket_text
 
 Mark = Literal["ok", "warning", "problem", "unknown"]
 WORST_FIRST: tuple[Mark, ...] = ("problem", "warning", "ok")
@@ -25,6 +28,7 @@ REACHED: tuple[Outcome, ...] = ("answered", "accepted", "mute", "stalled", "clos
 UNANSWERED: tuple[Outcome, ...] = ("mute", "stalled")  # what was lost came after the handshake
 LOST: tuple[Outcome, ...] = ("silent", "unreachable", "failed")
 NO_FREE_PORT = "no free port"  # begins the detail of what failed because the client's are used up
+WITHOUT_FORWARD: Final = frozenset({"userspace", "ipvs"})  # modes whose packets do not pass FORWARD
 REFUSES_SENT = "this node's routing refuses what it sends"  # begins what is wrong with the way from an endpoint
 
 
@@ -63,6 +67,26 @@ class Tried(msgspec.Struct, frozen=True):
     def end(self) -> tuple[str, str]:
         """The address and the protocol: at the same port of another protocol another program may listen."""
         return self.target, self.protocol
+
+    @property
+    def to(self) -> str:
+        """The same as text."""
+        return self.target if self.protocol == "TCP" else f"{self.target}/{self.protocol}"
+
+    @property
+    def host(self) -> str:
+        """The address without the port."""
+        return host_of(self.target)
+
+    @property
+    def good(self) -> bool:
+        """Whether nothing is wrong with what came of it."""
+        return self.outcome in ("answered", "accepted", "sent")
+
+
+def failures(tried: Iterable[Tried]) -> list[Tried]:
+    """Return those with which something is wrong."""
+    return [each for each in tried if not each.good]
 
 
 class PodLink(msgspec.Struct, frozen=True):
@@ -125,6 +149,16 @@ class NodeFacts(msgspec.Struct, kw_only=True, frozen=True):
         """Service ports that the mode cannot program; none without an agent."""
         return frozenset(one.entry for one in self.agent.dataplane.unprogrammed) if self.agent else frozenset()
 
+    @property
+    def serving(self) -> AbstractSet[str]:
+        """The modes that serve: one alone, but for those that only drain."""
+        return self.programmed.keys() - {left.mode for left in (self.agent.draining if self.agent else ())}
+
+    @property
+    def relays(self) -> bool:
+        """Whether what comes to a service is not forwarded: the node itself is the client of its backends."""
+        return bool(self.programmed) and WITHOUT_FORWARD.issuperset(self.programmed)
+
 
 class ServiceFacts(msgspec.Struct, kw_only=True, frozen=True):
     """The facts of the service or the packet that was asked about.
@@ -159,6 +193,23 @@ class ServiceFacts(msgspec.Struct, kw_only=True, frozen=True):
     counted: dict[Rule, int] = {}  # of these rules, what was counted during the connections
     rules_unknown: str = ""
     events: tuple[PacketEvent, ...] = ()  # drops and rejects during the connections
+
+    def reached(self, port: TablePort) -> list[Backend]:
+        """Return the backends of a port that the packet can get to, which has a policy; of a service all."""
+        chosen = self.verdicts[0].backends if self.packet and self.verdicts else ()
+        return [end for end in ends_of(port) if not chosen or socket_text(end.address, end.port) in chosen]
+
+
+def ends_of(port: TablePort) -> list[Backend]:
+    """Return each backend of a service port once."""
+    return sorted({end for each in port.backend_sets for end in each.backends}, key=lambda end: (end.address, end.port))
+
+
+def places(port: TablePort, node_ports_at: Sequence[str]) -> list[tuple[str, int]]:
+    """Return the addresses and ports of a service port; the ClusterIP, which nobody outside uses, comes last."""
+    fronts = sorted(port.frontends, key=lambda each: each.kind is Kind.CLUSTER_IP)
+    pairs = ((at, each.port) for each in fronts for at in ([each.address] if each.address else node_ports_at))
+    return [pair for pair in pairs if family_of(pair[0]) == port.family]
 
 
 # What explains most comes first: a missing Service makes every other question idle, and a backend that refuses does so

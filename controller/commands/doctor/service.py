@@ -11,9 +11,9 @@ from typing import Final
 
 import msgspec
 
-from hybrid_proxy.controller.commands.doctor.checks import lost_on_the_way, places, reached, slow
 from hybrid_proxy.controller.commands.doctor.connect import Attempt, Origin, repeated, speech_of, try_all
-from hybrid_proxy.controller.commands.doctor.facts import PodLink, ServiceFacts, Tried
+from hybrid_proxy.controller.commands.doctor.connections import lost_on_the_way, slow
+from hybrid_proxy.controller.commands.doctor.facts import PodLink, ServiceFacts, Tried, places
 from hybrid_proxy.controller.commands.doctor.node import MOST_PODS, Node, recent
 from hybrid_proxy.controller.commands.doctor.way import astray, link_of, listening, rules_here
 from hybrid_proxy.controller.commands.names import Asked, checked
@@ -67,7 +67,7 @@ def try_failing(args: argparse.Namespace, agent: p.AgentStatus, node: Node) -> l
         facts = _objects(_about(args, name), None, node)
         ports = []
         for port in facts.ports:
-            tried = tuple(end for end in reached(facts, port) if name in failing or end.address in ways)
+            tried = tuple(end for end in facts.reached(port) if name in failing or end.address in ways)
             ports.append(msgspec.structs.replace(port, frontends=(), backend_sets=(BackendSet(tried),)))
         asked.append(msgspec.structs.replace(facts, ports=tuple(ports)))
     return _with_connections(args, asked, node) if asked else []
@@ -331,7 +331,7 @@ def _attempts(
     """
     attempts: dict[Attempt, None] = {}
     for port in facts.ports:
-        ends = [(end.address, end.port) for end in reached(facts, port)]
+        ends = [(end.address, end.port) for end in facts.reached(port)]
         if len(attempts) >= MOST_ATTEMPTS:
             break
         service, _, port_name = port.name.partition(":")

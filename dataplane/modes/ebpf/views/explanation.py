@@ -20,7 +20,7 @@ from hybrid_proxy.dataplane.mode import ProbePacket
 from hybrid_proxy.dataplane.modes.ebpf.maps import layout
 from hybrid_proxy.dataplane.modes.ebpf.maps.reasons import WORDS, kind_of
 from hybrid_proxy.dataplane.reports import SENT_ON, ExplainAnswer, ExplainStep, several
-from hybrid_proxy.dataplane.table import Protocol, family_of, socket_text
+from hybrid_proxy.dataplane.table import Protocol, family_of, host_of, socket_text
 
 CLIENTS = ("a pod", "this node", "outside the cluster")
 Verdict = Literal["dnat", "reject", "drop", "untouched"]
@@ -281,7 +281,7 @@ def _conclusion(verdict: str, notes: _Notes, code: int, source: str, place: str)
     target = notes.address(notes.backend) if notes.backend else "its backend"
     if place == "node":
         return f"The socket is connected to {target}; no packet is translated."
-    if source != notes.question.src and target.rpartition(":")[0].strip("[]") == notes.question.src:
+    if source != notes.question.src and host_of(target) == notes.question.src:
         source += " (client and backend are the same pod: hairpin)"
     way = "routed by the stack" if code == PASS else SENT_ON
     if code == PASS and notes.has_hop:  # once in a while, for the kernel to keep the entry (route.h)
