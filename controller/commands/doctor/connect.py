@@ -16,9 +16,10 @@ import struct
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
+from itertools import islice
 from typing import Final, NamedTuple
 
-from hybrid_proxy.controller.commands.doctor.facts import NO_FREE_PORT, Outcome, Place, Tried
+from hybrid_proxy.controller.commands.doctor.facts import NO_FREE_PORT, REACHED, Outcome, Place, Tried
 from hybrid_proxy.dataplane.kernel.namespaces import inside
 from hybrid_proxy.dataplane.table import Protocol, family_of, socket_text
 
@@ -136,7 +137,8 @@ def repeated(tried: Mapping[Attempt, Tried]) -> dict[Attempt, Tried]:
     Only these say how sure that is: of a segment that was lost twice, one attempt looks like a process that hangs. To
     all ends they would fill the short queue of a server that is well.
     """
-    ones = [one._replace(speech=Speech()) for one in tried if one.protocol == "TCP"][:MOST_REPEATED]
+    reached = (one for one, each in tried.items() if one.protocol == "TCP" and each.outcome in REACHED)
+    ones = [one._replace(speech=Speech()) for one in islice(reached, MOST_REPEATED)]
     syns, turn = dict[Attempt, Tried](), 0
     while not (lost := doubtful({**tried, **syns})) and ones and turn < REPEATS:
         turn += 1

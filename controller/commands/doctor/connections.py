@@ -225,7 +225,8 @@ def _lossy(facts: ServiceFacts) -> dict[tuple[str, str, str], list[Tried]]:
     groups = dict[tuple[str, str, str], list[Tried]]()
     explained = {each.port for each in failures(facts.tried) if each.via == "backend"}
     for each in [one for one in facts.repeated if one.via == "backend" or one.port not in explained]:
-        groups.setdefault((each.source, *each.end), []).append(each)
+        if each.outcome != "failed":  # it was not sent
+            groups.setdefault((each.source, *each.end), []).append(each)
     for each in facts.tried:
         if each.outcome == "silent" and (each.source, *each.end) in groups:
             groups[each.source, *each.end].append(each)
