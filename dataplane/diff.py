@@ -9,7 +9,8 @@ from hybrid_proxy.dataplane.table import EMPTY, Entry, ServiceTable
 def changed_services(old: ServiceTable, new: ServiceTable) -> frozenset[str]:
     """Returns the names of services that differ between the tables or are in one of them only.
 
-    A table that was made from `old` knows the answer. Else unchanged services are recognised by identity, or equality.
+    A table that was made from `old` knows the answer. Otherwise unchanged services are recognised by identity, then by
+    equality.
     """
     if new is old:
         return frozenset()

@@ -62,7 +62,8 @@ class Masquerade(IntFlag):
 class Backend(msgspec.Struct, frozen=True, gc=False):
     """One endpoint of one service port.
 
-    `weight` is its share of a set, for algorithms that weigh. 0: no new connections; such a backend is in no set.
+    `weight` is its share among the backends of a set, for algorithms that weigh. 0: no new connections; such a
+    backend is in no set.
     """
 
     address: str

@@ -1,6 +1,7 @@
 """Answers requests to a running agent, at its admin socket and for scrapes.
 
-Other threads put a query into the loop's queue and wait (`ask`). The loop answers it, from one consistent state.
+Other threads put a query into the loop's queue and wait (`ask`). The loop answers it (`Answers`), so that every answer
+is one consistent state.
 """
 
 from __future__ import annotations

@@ -19,7 +19,8 @@ from hybrid_proxy.dataplane.table import Remembered, ServiceTable, host_of
 log = logging.getLogger(__name__)
 
 
-# What is tried, in this order. A node without conntrack has mode ebpf alone, one without x_tables has no iptables.
+# What is tried, in this order, for each mode that can be asked for. A node without conntrack has mode ebpf alone, one
+# without x_tables has no iptables.
 FALLBACK: Final = {
     "auto": ("ebpf", "nftables", "iptables"),
     "ebpf": ("ebpf", "nftables", "iptables"),

@@ -1,6 +1,7 @@
 """Sets what kube-proxy sets on a node at its start: connection tracking, and the agent's OOM score.
 
-Nothing here is needed to serve: what fails is only logged. kube-proxy ends where it cannot set connection tracking.
+Nothing here is needed to serve, so a setting that fails is only logged. kube-proxy ends where it cannot set
+connection tracking.
 """
 
 from __future__ import annotations
@@ -46,7 +47,8 @@ def conntrack_settings(conntrack: Conntrack) -> dict[str, str]:
 def prepare(config: Config) -> None:
     """Apply the node settings of the configuration, once a mode serves: an agent that cannot start changes nothing.
 
-    Nothing of connection tracking can be set where it is not loaded; a kube-proxy that serves other Services sets it.
+    Where connection tracking is not loaded, nothing of it can be set; where a kube-proxy serves the other Services,
+    it sets that.
     """
     if config.settings.proxy_name or read(PREFIX + "tcp_timeout_established") is None:
         return  # a kube-proxy alongside sets these

@@ -42,7 +42,8 @@ class Notebook:
     """Writes the memory file of one agent, in its loop's thread.
 
     `why` will be the last words, `failed` is whether they are of a failure, `opened` whether a mode was opened,
-    `unprogrammed` what is not served. `file` is the configuration's. The first write replaces what the `former` left.
+    `unprogrammed` what is not served. `file` is that of the configuration. The first write replaces what the agent
+    before left, the `former`.
     """
 
     def __init__(self, path: Path, former: Memory | None, mode: ActiveMode, syncer: Syncer, file: str) -> None:

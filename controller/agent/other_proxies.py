@@ -1,6 +1,7 @@
 """Searches for other proxies, and NAT of other programs for addresses of Services, on a thread of its own.
 
-It does so at the start, when it begins to serve, when nftables' rules change, every minute, and oftener for NAT.
+It does so at the start, when this agent begins to serve, when nftables' rules change, every minute, and more often
+while such NAT is there: it counts.
 """
 
 from __future__ import annotations

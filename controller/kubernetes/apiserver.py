@@ -24,7 +24,8 @@ server no copy of everything). The rules that keep a node right through all weat
   that thousands of nodes ask at once refuses one request of each, and not four.
 
 Objects are decoded from raw JSON straight into model values, page by page: a cluster with 100,000 endpoints
-is never held as text. Objects of a new list that did not change stay the same values: memory is for what differs.
+is never held as text. Objects of a new list that did not change stay the same values, so that a list costs memory for
+what is different.
 """
 
 from __future__ import annotations

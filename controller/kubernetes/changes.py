@@ -43,7 +43,8 @@ def ticks(path: Path, stop: threading.Event, tick: float = TICK) -> Iterator[Tic
     """Yield what happened, and that nothing did about every `tick` seconds; the latter first, once the watch stands.
 
     A file that was finished or moved there is reported at once. What follows within `STEP` seconds, or while the caller
-    looks, is reported together. Ends when the path is gone. Without inotify, something happens twice a second.
+    looks, is reported together. Ends when the path is gone. Where inotify does not work, something
+    happens twice a second.
     """
     from inotify_simple import INotify
 
@@ -136,7 +137,8 @@ class _Watch:
 def _below(root: str) -> Iterator[str]:
     """A folder and those below it, hidden ones too. Links are not followed: what may be read by one is inside.
 
-    Each comes before it is listed: if the caller watches it at once, what appears meanwhile is listed or reported.
+    Each comes before it is listed: if the caller watches it at once, a folder that appears meanwhile is listed or
+    reported.
     """
     waiting = [root]
     while waiting:

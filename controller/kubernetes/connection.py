@@ -246,7 +246,8 @@ class Connection:
     def _reload(self, old: _Loaded, why: str, *, refused: bool = False) -> bool:
         """Reads the configuration again, unless another thread just did. True: there are other credentials now.
 
-        A bad one leaves the old in place. `refused`: the server did not accept that; a program may give another.
+        A bad one leaves the old in place. `refused`: the server did not accept the old one; a program may give another,
+        which no file betrays.
         """
         with self._loading:
             if self._loaded is not old:

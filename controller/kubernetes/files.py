@@ -23,7 +23,8 @@ def read(path: Path, most: int) -> bytes:
 def head(path: Path, most: int) -> bytes:
     """Returns the first bytes of a regular file.
 
-    A named pipe would wait for a writer; a device may have no end, nor has a file that somebody goes on writing.
+    A named pipe would wait for a writer, a device may have no end, and neither does a file that somebody goes on
+    writing.
 
     Raises:
         OSError: it cannot be read, or is no regular file.

@@ -7,7 +7,8 @@ cannot see (targets of links outside the folder, network file systems).
 
 An object that a second file defines stays with the first one, until that goes.
 What cannot be read keeps its last good version: an object that is refused, a file that does not parse, and
-the whole folder when it is gone. Such versions are written down for the next process. A deleted file's objects go.
+the whole folder when it is gone. Such versions are written down for the next process. Deleting a file from the folder
+deletes its objects.
 
 Links are followed to regular files anywhere, and to folders inside of the one that is read, one level: what a volume of
 a ConfigMap needs (`web.yaml -> ..data/web.yaml`, `sub -> ..data/sub`). Each file has limits of size, depth, aliases and
@@ -210,7 +211,8 @@ _TYPES: Final[Mapping[str, type[model.Object]]] = {
 def _snapshot(files: Iterable[tuple[str, _File]], last: _Snapshot, names: Mapping[_Name, tuple[str, ...]]) -> _Snapshot:
     """Merges files: of objects of a name, the first in the file that had it first counts: another takes nothing over.
 
-    `last` has the last good version of a refused object. `names` has these files of each name; others are skipped.
+    `last` has the last good version of an object that is refused. `names` has these files of each name; other
+    objects are skipped.
     """
     objects: dict[_Name, model.Object] = {}
     refused: set[_Name] = set()

@@ -1,7 +1,8 @@
 """PURE. Services, slices and nodes as the API has them, checked and reduced to the fields that count.
 
 `controller.kubernetes.parse` makes these. Addresses are canonical text, enumerated strings are resolved, absent
-fields have the API's defaults. Frozen values compare by content, so that an update that changes nothing is seen.
+fields have the API's defaults. All values are frozen and compare by content, so that an update that
+changes nothing is recognised.
 """
 
 from __future__ import annotations

@@ -28,7 +28,8 @@ class NotYamlError(Exception):
 class Document(NamedTuple):
     """One document.
 
-    `line` is where it begins, `duplicates` are keys that stand twice in a mapping (the last counts): line and key.
+    `line` is where it begins, `duplicates` are keys that stand twice in one mapping, of which the last counts: line and
+    key.
     """
 
     line: int

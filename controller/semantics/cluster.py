@@ -1,7 +1,8 @@
 """PURE. Keeps every object that the source has emitted, and tells what a change makes worth redoing.
 
 The cluster only remembers and marks what is dirty; it decides nothing about traffic. Updates that change nothing (a
-node's heartbeat, a slice written again) are recognised by comparing values. Nodes other than this one are not kept.
+node's heartbeat, a slice written again with the same content) are recognised by comparing values. Nodes other than this
+one are not kept.
 """
 
 from __future__ import annotations

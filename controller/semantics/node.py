@@ -49,7 +49,8 @@ def node_network(
 ) -> NodeNetwork:
     """Returns the part of the node that a mode must know besides the services.
 
-    Without addresses of interfaces the Node's replace them. ClusterIPs come from `service_cidrs` (KEP-1880).
+    Addresses of interfaces are empty when they cannot be read: the Node's addresses replace them then. ClusterIPs come
+    from `service_cidrs` (KEP-1880).
 
     Raises:
         ValueError: an address or CIDR is not one.
@@ -110,7 +111,8 @@ def node_faults(
 ) -> Iterator[str]:  # fmt: skip
     """Describes what is missing or wrong, what serves instead, and what to do: a sentence each.
 
-    `reported` is the Node object now, `unread` why it cannot be read (empty: it can), `network` is of `node_network`.
+    `reported` is the Node object as it is now, `unread` why it cannot be read (empty: it can), and `network` the result
+    of `node_network`.
     """
     name, known = settings.node_name, node or Node(settings.node_name)
     instead = f"the interfaces' addresses serve instead ({', '.join(network.primary) or 'none'})"
@@ -224,7 +226,8 @@ def _loopback(settings: Settings, addresses: tuple[str, ...]) -> tuple[str, ...]
     """Returns the loopback addresses at which this node's own clients find node ports.
 
     As kube-proxy's iptables mode: without `node_port_addresses`, and where these cover the address; for IPv6 as well as
-    for IPv4, in the node's families. The keyword `localhost` (KEP-6032) asks for both despite `localhost_node_ports`.
+    for IPv4, in the families of the node's addresses. The keyword `localhost` (KEP-6032) asks for both, whatever
+    `localhost_node_ports` says.
     """
     wanted = settings.node_port_addresses
     families = {family_of(a) for a in addresses}

@@ -469,7 +469,8 @@ class TableAnswer(msgspec.Struct, frozen=True, tag_field="answer", tag="table"):
     `ports` are those of the requested service and of services that packets belong to; `services` is every service of
     the table, where the requested one has no such port or is not there. `unready` are addresses of its endpoints that
     are not ready, `elsewhere` of those that are ready on other nodes, with the node; `selector` is null if it is not
-    known. `node_ports_at` are the addresses here that serve node ports. `hint` says what another port's number is.
+    known. `node_ports_at` are the addresses of this node that serve node ports. `hint` says what the number is that
+    is no port of it.
     """
 
     ports: list[TablePort]

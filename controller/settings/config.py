@@ -232,7 +232,8 @@ def _listen(
 ) -> Endpoint | None:
     """Where a server listens. The flag for the port, which kube-proxy deprecates, is for an address without one.
 
-    `instead` are ports in place of those that another proxy has, also if a file asks for them: often it is that one's.
+    `instead` are ports in place of those that another proxy has, also where a file asks for them: it is often the
+    other proxy's own.
     """
     if not serves:
         return None

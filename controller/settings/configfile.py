@@ -39,7 +39,8 @@ _MAX_FILE: Final = 1 << 20  # bytes; the API's limit for a ConfigMap
 class Change(NamedTuple):
     """The consequences of a changed file.
 
-    `now` takes effect at once, `applied` are the fields that differ in it, `waiting` what waits for the next start.
+    `now` takes effect at once, `applied` are the fields that are different in it, `waiting` those that wait for the
+    next start.
     """
 
     now: Loaded

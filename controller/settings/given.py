@@ -39,7 +39,8 @@ class _Problem(NamedTuple):
 class Given:
     """Values of settings by `Row.key`, of the type that the document's struct has.
 
-    A value that cannot be used becomes a problem, and the default stands in for it: one pass finds all that is wrong.
+    A value that cannot be used becomes a problem, and the default stands in for it, so that one pass finds everything
+    that is wrong.
 
     Args:
         file: the name of the configuration file; empty: there is none.

@@ -3,7 +3,8 @@
 Each backend has a permutation of the ring's places, made of its address and port alone. In turns by weight each takes
 the first place of its permutation that is still free (Eisenbud and others, "Maglev: A Fast and Reliable Software
 Network Load Balancer", NSDI 2016, section 3.4). So the ring depends on the set of backends only, not on their order, on
-the node, or on what was there before; when one of n backends leaves, little more than its 1/n of the places change.
+the node, or on what was there before; and when one of n backends leaves, little more than its own 1/n of the places
+change.
 """
 
 from __future__ import annotations

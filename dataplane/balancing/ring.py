@@ -67,7 +67,8 @@ def turns(backends: Sequence[Backend], shares: Sequence[int], limit: int) -> lis
 def in_turns(counts: Sequence[int]) -> list[int]:
     """Returns each position as often as its count says, evenly spaced.
 
-    The k-th turn of position i is after (k + i / n) / count of the way: so positions with the same few turns differ.
+    The k-th turn of position i is after (k + i / n) / count of the way: positions with the same few turns have them at
+    different times.
     """
     number = len(counts)
     if min(counts) == max(counts):

@@ -133,7 +133,8 @@ def forget_ended() -> int:
 
     To be called when a mode that does not translate by conntrack begins to serve. Such an entry holds the ports of its
     client and backend for two minutes. A new connection that has the same ones, and goes to the backend by itself, gets
-    another port from conntrack, and stalls when the last rule that translates is removed. Errors are only logged.
+    another port from conntrack, and loses it when the last rule that translates is removed: the connection stalls.
+    Errors are logged, never raised.
     """
     deleted = 0
     for family in (4, 6):
@@ -537,7 +538,8 @@ def delete(entries: Sequence[bytes]) -> int:
 def _deletion(entry: bytes) -> nl.Message:
     """Returns the request that deletes an entry by the tuple of its answers.
 
-    A client's next entry that goes elsewhere has the same original tuple, and often the same id: its place in memory.
+    A client's next entry that goes elsewhere has the same original tuple, and often the same id, which is made of the
+    entry's place in memory.
     """
     named = b"".join(
         nl.attribute(kind | (nl.NESTED if kind == CTA_TUPLE_REPLY else 0), value)

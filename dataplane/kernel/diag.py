@@ -1,7 +1,8 @@
 """Sockets of this namespace by sock_diag: aborts some, named by their cookies, and finds listeners that are full.
 
 pyroute2's DiagSocket has the number of SOCK_DESTROY, and drops every error that the kernel answers with (its messages
-of type 2 are taken for sockets of AF_INET): a socket that closed by itself looks like a kernel that aborts none.
+of type 2 are taken for sockets of AF_INET). So it cannot distinguish a socket that closed by itself from a kernel
+that cannot abort any.
 """
 
 from __future__ import annotations

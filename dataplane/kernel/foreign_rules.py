@@ -59,7 +59,8 @@ def read_rules(*, nat: bool = False, client: str = "", ends: Collection[str] = (
 
     `nat`: those alone that redirect packets, without the chains of modes and of kube-proxy: an agent asks for them, and
     a node may have 100,000 of these. `client` is an address that stands behind the names of the sets that have it,
-    and of those that a rule excludes and have it not. Rules that mark are among them if they lead one of `ends` astray.
+    and of those that a rule excludes and have it not. Rules that mark packets are among them if one to one of these
+    `ends` goes another way for that.
     """
     rules: list[Rule] = []
     unknown = []

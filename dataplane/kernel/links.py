@@ -27,7 +27,8 @@ POD_KINDS = frozenset({"veth", "netkit"})
 ETHERNET = 1  # ARPHRD_ETHER
 ELSEWHERE = ("192.0.2.1", "2001:db8::1")  # addresses of nobody (RFC 5737, RFC 3849)
 DEVICE_KINDS = frozenset({"", "bond", "team", "vlan"})  # "": a device of its own
-# Others behind which hosts are: other nodes' pods, or clients. A bridge is none: its ports are served one by one.
+# Others behind which hosts are: other nodes' pods, or clients of a private network. A bridge is not among them, because
+# its ports are served one by one.
 UPLINK_KINDS = DEVICE_KINDS | {
     "geneve", "gre", "gretap", "ip6gre", "ip6gretap", "ip6tnl", "ipip", "ipvlan", "macsec", "macvlan", "openvswitch",
     "sit", "tun", "vxlan", "wireguard", "xfrm",

@@ -2,7 +2,8 @@
 
 Two variants exist, with separate rules: `nft` (iptables-nft, rules in nf_tables) and `legacy` (ip_tables). Rules belong
 where the other components of the node put theirs, or their order is lost. So the choice follows kubernetes-
-sigs/iptables-wrappers: where the kubelet's hint chains are (KEP-3178), else where more rules are, else `iptables`.
+sigs/iptables-wrappers: where the kubelet's hint chains are (KEP-3178), else where more rules are, else what the command
+`iptables` is.
 
 All calls act on the network namespace of the calling thread, and raise `XtablesError` when a tool fails.
 """

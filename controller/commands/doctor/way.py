@@ -179,7 +179,8 @@ def _way_back(
 ) -> tuple[str, str] | None:
     """Return what is wrong with a pod's way to these clients, from inside of it, and what to do.
 
-    The node's end of its link has these `macs` and, at a bridge, the addresses `known`: others may be there, too.
+    The node's end of its link has these hardware addresses and, where it is at a bridge, the addresses `known`: other
+    gateways may be there, too.
     """
     near, enter = roles.neighbours(), f"nsenter --net={pod.path}"
     for client in clients:

@@ -165,7 +165,8 @@ def _odd_entrances(table: str, saved: Saved) -> list[str]:
 def shape(rules: Iterable[str]) -> int:
     """Summarizes the effect of rules as a number: how many they are, where they lead, what they translate to.
 
-    Versions of iptables print matches otherwise than they were written: texts differ, and these parts are alike.
+    Versions of iptables print matches differently from how they were written, so that texts cannot be compared; these
+    parts they all print alike.
     """
     return hash(tuple(_end(rule) for rule in rules))
 

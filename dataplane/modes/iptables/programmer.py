@@ -77,7 +77,8 @@ class Iptables(TranslatingMode):
     def _replace(self, table: ServiceTable) -> None:
         """Write everything, in place of the existing chains.
 
-        Tables are read meanwhile, by a process each, before any is written: iptables-nft-save walks the rules of all.
+        Tables are read meanwhile, by a process for each, and before any of them is written: iptables-nft-save walks the
+        rules of them all.
         """
         self._ruleset.seen(self.xtables.generation())
         with ThreadPoolExecutor(len(FAMILIES) * len(TABLES)) as readers:

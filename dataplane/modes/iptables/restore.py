@@ -49,7 +49,8 @@ def parts(
     """Returns the lines of successive restores of one table that write these chains, then `more`, then remove `gone`.
 
     Small changes are one restore. Where there are several, a packet sees each service as it was or as it will be.
-    `size` is how many chains a restore may be about; iptables-legacy, which copies the table, is quickest with `WHOLE`.
+    `size` is how many chains one restore may be about; iptables-legacy, which copies the whole table each time, is
+    quickest with `WHOLE`.
     """
     *levels, top = _levels(chains)
     last: list[str] = []

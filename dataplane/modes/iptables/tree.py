@@ -1,7 +1,8 @@
 """PURE. A radix tree of chains: a packet finds its rule among 10,000 addresses after some twenty comparisons.
 
 The keys are numbers (addresses, or ports), the edges four bits wide. A node is a chain; it holds the rules of its keys
-if these are few, otherwise it leads to a chain for each part of its range. A change of a key rewrites one, rarely two.
+if these are few, otherwise it leads to one chain for each part of its range. A change of one key rewrites one chain,
+rarely two.
 """
 
 from __future__ import annotations

@@ -53,7 +53,8 @@ Member = tuple[str, Element]  # the set's full name and the element
 class Wanted(NamedTuple):
     """A virtual server as it should be.
 
-    `backends` have weights from 1. A removed server keeps its flows (weight 0) if `lingers`, or while in `serving`.
+    `backends` have weights of 1 or more. A removed real server keeps its flows (weight 0) where `lingers`, or while it
+    is in `serving`.
     """
 
     config: Config

@@ -66,7 +66,8 @@ class Chooser:
     def established(self, client: str, backend: Pair, now: float) -> None:
         """Refreshes the affinity of a client whose conversation was established.
 
-        If the client got another backend meanwhile, that one stays: its route lacks this one, and it would move again.
+        If the client got another backend meanwhile, that one stays: its route lacks this backend, and the client would
+        have to move again.
         """
         self._suspected.pop(backend, None)
         known = self._sticky.get(client)

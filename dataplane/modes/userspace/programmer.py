@@ -45,7 +45,8 @@ STATUS_SECONDS: Final = 5.0
 class _ClientAddresses:
     """The policy routing of replies to clients' addresses, which backends see as their source, to this node.
 
-    `kept` are the families in which it works; in others backends see the node. `changes` reports routing that changed.
+    `kept` are the families in which it works; in others backends see the node. `changes` has reports of changed routing
+    rules and routes.
     """
 
     def __init__(self) -> None:

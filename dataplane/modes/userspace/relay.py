@@ -125,7 +125,8 @@ class Relay:
     def commit(self) -> None:
         """Closes the proxy ports to which no rule leads any more. Established connections go on.
 
-        UDP sessions go on if their service only lost its frontends: conntrack redirects their clients to the old port.
+        UDP sessions go on where their service only lost its frontends: conntrack still redirects their clients to the
+        old port.
         """
         for service in self.removed:
             self._close(service, list(service.ports))

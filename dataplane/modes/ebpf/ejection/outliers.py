@@ -11,7 +11,8 @@ the service port's other backends: where all lose as many, the fault is not this
 difference must be significant, because a port is judged every second, by few connections.
 
 At most half of the backends of a set are ejected at a time, so never the last one. When more of them fail, the fault is
-likelier elsewhere (an uplink, say), and the remaining ones would get more than twice their connections.
+likelier elsewhere (a policy between this node and all of them, an uplink), and the remaining ones would get more than
+twice their connections.
 """
 
 from __future__ import annotations

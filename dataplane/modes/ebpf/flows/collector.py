@@ -279,7 +279,8 @@ def corrections(before: NDArray[Any], after: NDArray[Any], seen: NDArray[np.int6
     """PURE. Returns the correction that each row should have, if the flows were read between two readings of it.
 
     A flow that began or ended meanwhile may have been seen or not. As long as that explains the difference, the
-    correction stays what it is: where flows begin and end all the time it is no worse, where none does it is exact.
+    correction stays what it is: so where flows begin and end all the time, nothing is made worse, and where none does,
+    the count is exact.
     """
     opened, closed = (signed(after[name] - before[name]) for name in ("opened", "closed"))
     counted = signed(before["opened"] - before["closed"])

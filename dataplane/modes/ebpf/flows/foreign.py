@@ -225,7 +225,8 @@ def datagram_flows(*tables: ServiceTable, names: Collection[str] | None = None) 
     kinds = {(entry.family, int(entry.protocol)) for entry in entries}  # of the flows to dump
     own = {ip_address(address).packed for table in tables for address in table.node.addresses}
     keys = translated_keys(services, sorted(kinds))
-    # Unbound sockets here have other keys for the same flows: the node sends to kube-proxy's device from that address.
+    # Unbound sockets of this node have other keys for the same flows: to an address on kube-proxy's device, the node
+    # sends from that very address.
     return keys | {
         key._replace(saddr=bytes(len(key.saddr)))
         for key in keys

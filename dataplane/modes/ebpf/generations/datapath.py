@@ -5,7 +5,8 @@ Programs know their maps by file descriptor, so larger maps take a new generatio
 takes about a second. While the maps are copied and links are updated, the agent writes nothing. So it does not matter
 which generation a packet meets: the maps that the agent writes are equal, and all others are the same ones.
 
-A process may end at any point. Before the last step the next one finds the former maps, within it equal ones.
+A process may end at any point. Before the last step the next process finds the former maps, in the middle of it some
+of both; all have the same content.
 """
 
 from __future__ import annotations

@@ -155,7 +155,8 @@ class Loader:
     def _sockets(self, larger: Larger | None) -> dict[str, Object]:
         """Loads the cgroup programs; without bpf_set_retval (Linux 5.18) they reject nothing.
 
-        If failing backends are ejected, the sock_ops program, which sees unanswered connections of the node, comes too.
+        Where failing backends are ejected, the sock_ops program comes with them. It observes connections of the node
+        that get no answer.
         """
         loaded: dict[str, Object] = {}
         if self._options.ebpf.socket_scope == "off":

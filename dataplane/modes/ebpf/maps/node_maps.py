@@ -25,7 +25,8 @@ STRICT = 1
 class SourceRanges:
     """The maps of source ranges: one trie for each family, keyed by service and prefix.
 
-    New ranges are added before others are removed. Those of `NO_SERVICE` are service CIDRs that do not fit map `node`.
+    New ranges are added before others are removed. The ranges of `NO_SERVICE` are service CIDRs that do not fit into
+    map `node`.
     """
 
     def __init__(self, maps: dict[int, Map]) -> None:

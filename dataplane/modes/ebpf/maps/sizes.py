@@ -1,7 +1,8 @@
 """PURE. Decides how many entries each map has.
 
 Maps that only the agent writes follow the service table: a few entries at first, more when a cluster needs them, up to
-a bound. Their sizes are multiples of the first one, or the bound. They never shrink: they may be needed again.
+a bound. Their sizes are multiples of the first one, or the bound. They never shrink: memory that was needed once may be
+needed again.
 
 Maps that the programs write (`WRITTEN`) have fixed sizes, as nf_conntrack's table has. An entry that may come costs 16
 bytes in a table of flows, and 100 to 200 bytes in an LRU table, which the kernel allocates as a whole. So LRU tables

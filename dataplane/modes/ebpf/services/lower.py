@@ -54,7 +54,8 @@ class Rows(msgspec.Struct, frozen=True, gc=False):
     """The rows of one service port. They are kept for as long as the port is in the maps, so they are small.
 
     `members` are all backends that have a row, with a byte of `flags` each. `sets` are the backend sets, as indexes
-    into `members`; `balancing.ring_of` makes rings from them. `plain`: one set, its ring has each once, in order.
+    into `members`; `balancing.ring_of` makes rings from them. `plain`: there is one set, and its ring has each member
+    once, in order.
     """
 
     settings: Settings

@@ -199,7 +199,8 @@ class _Notes:
 def _first_packet(src: str, dst: str, port: int, protocol: int, source_port: int | None = None) -> bytes:
     """Returns the first packet of a connection: a SYN for TCP, an empty datagram otherwise.
 
-    `protocol` is TCP, UDP or SCTP. The transport's checksum is 0. Without `source_port` it is one that clients get.
+    `protocol` is TCP, UDP or SCTP. The transport's checksum is 0. Without a `source_port` it is one of those that
+    clients get.
     """
     ports = struct.pack("!HH", source_port or SOURCE_PORT, port)
     if protocol == socket.IPPROTO_TCP:
