@@ -1,1 +1,1 @@
-"""Programs a node from a service table. Nothing in here knows Kubernetes."""
+"""Programs a node from a service table. Nothing here knows Kubernetes."""

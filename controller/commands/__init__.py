@@ -1,4 +1,4 @@
-"""The commands that people type: a module for each, and the registry in which `controller.cli` finds them."""
+"""The commands people type: a module for each, and the registry in which `controller.cli` finds them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""PURE. What came of doctor's connections, and what explains those that failed: each is explained once."""
+"""PURE. Explains what came of doctor's connections, each that failed once."""
 
 from __future__ import annotations
 
@@ -282,7 +282,7 @@ def lost_on_the_way(direct: Sequence[Tried], place: Place = "pod") -> list[Tried
 
 
 def misled(facts: NodeFacts | ServiceFacts) -> dict[str, tuple[str, str]]:
-    """What is wrong with the ways to backends that fail, and to pods that alone do not reach one, or the service."""
+    """Return what is wrong with ways: to backends that fail, to pods that alone do not reach one, or the service."""
     direct = [each for each in facts.tried if each.via == "backend"]
     through = [each for each in failures(facts.tried) if each.via == "service"]
     failing = {each.host for each in failures(direct)} | {each.source for each in lost_on_the_way(direct) + through}

@@ -70,7 +70,7 @@ class Tried(msgspec.Struct, frozen=True):
 
     @property
     def to(self) -> str:
-        """The same as text."""
+        """The address, with the protocol if it is not TCP, as `--to` takes it."""
         return self.target if self.protocol == "TCP" else f"{self.target}/{self.protocol}"
 
     @property
@@ -80,7 +80,7 @@ class Tried(msgspec.Struct, frozen=True):
 
     @property
     def good(self) -> bool:
-        """Whether nothing is wrong with what came of it."""
+        """True if nothing is wrong with what came of it."""
         return self.outcome in ("answered", "accepted", "sent")
 
 
@@ -156,7 +156,7 @@ class NodeFacts(msgspec.Struct, kw_only=True, frozen=True):
 
     @property
     def relays(self) -> bool:
-        """Whether what comes to a service is not forwarded: the node itself is the client of its backends."""
+        """True if what comes to a service is not forwarded: the node itself is the client of its backends."""
         return bool(self.programmed) and WITHOUT_FORWARD.issuperset(self.programmed)
 
 

@@ -230,7 +230,7 @@ def accept(rule: Rule, clients: str = "the pods' traffic") -> str:
 
 
 def count_it(rule: Rule) -> str:
-    """How to have it count, in nft's words."""
+    """Return how to have it count, in nft's words."""
     if rule.text == "policy drop":
         return f"`{rule.enter}nft add rule {rule.table} {rule.chain} counter` counts what the policy gets"
     return f"give it a `counter` before the verdict (`{rule.enter}nft -a list chain {rule.table} {rule.chain}`)"
