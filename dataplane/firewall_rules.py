@@ -195,7 +195,8 @@ def of_iptables(text: str, family: str) -> tuple[Rule, ...]:
         elif (found := _SAVED.match(line)) and (to := target(found[3])):
             chain = chains.setdefault(found[2], _Chain(table, found[2]))
             rule = Rule(table, found[2], (), found[3])
-            if _ENDS.fullmatch(to) or rule.spares or rule.mark is not None:
+            # Nearly all rules of a kube-proxy lead to chains: 100,000, which are read once a minute.
+            if to not in chains and (_ENDS.fullmatch(to) or rule.spares or rule.mark is not None):
                 chain.end(to.lower(), found[3], found[1])
             if to in ("ACCEPT", "RETURN") or (to in chains and is_foreign(to) and not to.startswith("KUBE-")):
                 chain.passes.append(" ".join(_SAID.sub("", found[3]).split()))
