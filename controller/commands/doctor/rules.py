@@ -42,7 +42,7 @@ def candidates(facts: ServiceFacts, node: NodeFacts, failed: Sequence[Tried], ru
         if rule.spares or (rule.pod and not any(each <= {*rule.pod} for each in (sources, hosts))):
             return False
         named = known.intersection(words(rule.text))
-        own = rule in facts.counted and any(each.via == "service" for each in failed)  # see `_away`
+        own = rule in facts.counted and any(each.via == "service" for each in failed)  # see `checks`
         if rule.away and (own or not named & hosts):
             return False
         # A chain may be used from several hooks, so the node's own connections and those of pods may meet one rule.
