@@ -9,7 +9,7 @@ ControllerError
 from __future__ import annotations
 
 MOST = 20  # problems in one message
-LOGS = "`journalctl -u hybrid-proxy`, `kubectl -n kube-system logs ds/hybrid-proxy`"  # where the agent's is
+LOGS = "`journalctl -u hybrid-proxy`, or `kubectl -n kube-system logs POD` of this node's pod"  # where the agent's is
 
 
 class ControllerError(Exception):

@@ -102,7 +102,7 @@ def started_by(
     first = f"set {place}, which served, then " * bool(switched)
     if "KUBERNETES_SERVICE_HOST" in environment:
         look = "`kubectl -n kube-system get pods -l app.kubernetes.io/name=hybrid-proxy -o wide`"
-        return f"kubelet starts it again; {look} and `kubectl -n kube-system logs ds/hybrid-proxy` say why not"
+        return f"kubelet starts it again; {look} names this node's, and `kubectl -n kube-system logs POD` says why not"
     if parent == 1 and "INVOCATION_ID" in environment:
         return f"{first}`systemctl start hybrid-proxy`; `journalctl -u hybrid-proxy` says why it ended"
     return f"{first or 'start it as it was: '}`{shlex.join(argv)}`"

@@ -33,7 +33,7 @@ AT_80 = """\
 ?  drops        mode nftables reports no packets
                 → `hybrid-proxy trace --drops` asks the kernel
 
-Took 0.4 s. ✓ well  ! warning  ✗ problem  ? could not be told
+Took 0.4 s. ✓ well  ! warning  ✗ problem  ? not known
 """
 AT_120 = """\
 ✗ targetPort 8081 answers RST on 3 of 3 backends from the node and from a pod
@@ -45,7 +45,7 @@ AT_120 = """\
 ?  drops        mode nftables reports no packets
                 → `hybrid-proxy trace --drops` asks the kernel
 
-Took 0.4 s. ✓ well  ! warning  ✗ problem  ? could not be told
+Took 0.4 s. ✓ well  ! warning  ✗ problem  ? not known
 """
 
 

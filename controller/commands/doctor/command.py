@@ -144,7 +144,7 @@ def lines(found: Diagnosis, screen: Screen) -> Iterator[str]:
     for each in found.findings:
         yield from rows.lines(each)
     yield ""
-    yield painted(f"Took {found.seconds:.1f} s. ✓ well  ! warning  ✗ problem  ? could not be told", Tone.DIM, screen)
+    yield painted(f"Took {found.seconds:.1f} s. ✓ well  ! warning  ✗ problem  ? not known", Tone.DIM, screen)
 
 
 def _text(found: Finding) -> Value:
