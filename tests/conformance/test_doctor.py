@@ -1586,7 +1586,8 @@ def test_nat_is_named_although_conntrack_knows_a_connection(clinic: Clinic) -> N
             if not over and any((each.target, each.outcome) == (socket_text(*end), "silent") for each in mine):
                 break
     assert (found.cause, found.certain) == ("foreign-nat", True), found
-    assert "1 of 6 SYNs" in found.verdict
+    # Five and the one that was silent, or one fewer: a SYN that gets none of the pod's few ports is not sent.
+    assert re.search("while 1 of [56] SYNs", found.verdict), found.verdict
 
 
 def test_the_status_tells_at_once_that_a_default_route_is_gone(clinic: Clinic) -> None:
