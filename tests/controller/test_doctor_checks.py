@@ -19,7 +19,15 @@ from hybrid_proxy.controller.commands.doctor.checks import (
     node_findings,
     service_findings,
 )
-from hybrid_proxy.controller.commands.doctor.connect import Attempt, Origin, Speech, doubtful, speech_of, try_all
+from hybrid_proxy.controller.commands.doctor.connect import (
+    Attempt,
+    Origin,
+    Speech,
+    doubtful,
+    repeated,
+    speech_of,
+    try_all,
+)
 from hybrid_proxy.controller.commands.doctor.facts import (
     NO_FREE_PORT,
     REFUSES_SENT,
@@ -176,6 +184,17 @@ def test_repeated_syns_count_towards_ejection_only_where_no_backend_fails_direct
     node = Origin("node", "", ("10.0.9.9",))
     attempts = {Attempt(node, one.via, one.target[:-5], 80, "TCP", Speech(), "shop/web:http"): one for one in rows}
     assert {one.via for one in doubtful(attempts)} == asked
+
+
+def test_syns_leave_room_in_the_short_queue_of_a_server_that_accepts_nothing_meanwhile() -> None:
+    node, pod = Origin("node", "", ("127.0.0.1",)), Origin("pod", "", ("127.0.0.1",))
+    with socket.create_server(("127.0.0.1", 0), backlog=5) as server:
+        port = server.getsockname()[1]
+        ways = [(each, via) for each in (node, pod) for via in ("backend", "service")]
+        attempts = [Attempt(by, via, "127.0.0.1", port, "TCP", Speech(), "shop/web:http") for by, via in ways]
+        one = Tried("pod", "127.0.0.1", "backend", f"127.0.0.1:{port}", "TCP", "answered")
+        syns = repeated(dict.fromkeys(attempts, one))
+    assert [(each.outcome, by.origin.place) for by, each in syns.items()] == [("accepted", "pod")] * 5
 
 
 # fmt: off

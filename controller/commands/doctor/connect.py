@@ -132,17 +132,20 @@ def try_all(attempts: Sequence[Attempt], seconds: float) -> dict[Attempt, Tried]
 
 
 def repeated(tried: Mapping[Attempt, Tried]) -> dict[Attempt, Tried]:
-    """Send SYNs that show whether packets are lost: to each end one at a time until one looks lost, then several.
+    """Send SYNs that show whether packets are lost: to each backend one at a time until one looks lost, then several.
 
-    Only these say how sure that is: of a segment that was lost twice, one attempt looks like a process that hangs. To
-    all ends they would fill the short queue of a server that is well.
+    Only these say how sure that is: of a segment that was lost twice, one attempt looks like a process that hangs. More
+    to one that is well would fill the queue of a server that listens for five (listen(2)), as Python's does.
     """
-    reached = (one for one, each in tried.items() if one.protocol == "TCP" and each.outcome in REACHED)
-    ones = [one._replace(speech=Speech()) for one in islice(reached, MOST_REPEATED)]
+    ones: dict[tuple[str, int], Attempt] = {}  # those of a pod, which pass more hooks than the node's own
+    for one, each in tried.items():
+        known = (one.address, one.port) in ones and one.origin.place == "node"
+        if (one.via, one.protocol) == ("backend", "TCP") and each.outcome in REACHED and not known:
+            ones[one.address, one.port] = one._replace(speech=Speech())
     syns, turn = dict[Attempt, Tried](), 0
     while not (lost := doubtful({**tried, **syns})) and ones and turn < REPEATS:
         turn += 1
-        syns |= try_all([one._replace(number=-turn) for one in ones], REPEAT_SECONDS)
+        syns |= try_all([one._replace(number=-turn) for one in islice(ones.values(), MOST_REPEATED)], REPEAT_SECONDS)
     again = [one._replace(speech=Speech(), number=1 + number) for one in lost for number in range(REPEATS)]
     return syns | try_all(again, REPEAT_SECONDS)
 
