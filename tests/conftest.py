@@ -56,7 +56,9 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> Generator[None, None, None]:
     """After a file's last test, its fixtures are gone: what it left of the process fails it, not a file after it."""
     yield
-    file, found = item.config.stash[_FOUND]
+    file, found = item.config.stash.get(_FOUND, ("", {}))
+    if not file:  # each test so far was skipped before anything was made
+        return
     if nextitem is None or nextitem.nodeid.partition("::")[0] != file:
         left = process_state.state()
         del item.config.stash[_FOUND]
