@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+
 from hybrid_proxy.dataplane.shards import Shards
 from hybrid_proxy.dataplane.table import EMPTY, Entry, ServiceTable
 
@@ -27,18 +29,25 @@ def changed_services(old: ServiceTable, new: ServiceTable) -> frozenset[str]:
     return frozenset(names)
 
 
-class Tally:
-    """Counts over a table. Whoever follows each table pays for its changes, and never for those of many at once."""
+class Follower(ABC):
+    """Follows one table after the other, each at the cost of what changed since the one before."""
 
     _table: ServiceTable = EMPTY
 
     def follow(self, table: ServiceTable) -> None:
-        """Count what distinguishes this table from the one before."""
+        """Take in what distinguishes this table from the one before."""
         for name in changed_services(self._table, table):
-            self._count(self._table.services.get(name, ()), -1)
-            self._count(table.services.get(name, ()), 1)
+            self._change(name, self._table.services.get(name, ()), table.services.get(name, ()))
         self._table = table
 
-    def _count(self, entries: tuple[Entry, ...], sign: int) -> None:
-        """Add the service ports of one service, or with a negative sign take them away."""
-        raise NotImplementedError
+    def keep_up(self, table: ServiceTable) -> None:
+        """Follow, once somebody has asked: each change by itself, and not those of many seconds at once.
+
+        The first table waits until somebody asks: to serve comes first.
+        """
+        if self._table is not EMPTY:
+            self.follow(table)
+
+    @abstractmethod
+    def _change(self, name: str, before: tuple[Entry, ...], after: tuple[Entry, ...]) -> None:
+        """Take in one service that differs; it has no service ports before it comes and after it goes."""

@@ -118,8 +118,7 @@ class NetfilterMode(Programmer):
         before, gone = self.table, gone_endpoints(self.table, table, names)
         self.table, self._full, self._programmed = table, False, True
         self._written()
-        if before is not EMPTY:
-            self._unmet.follow(table)
+        self._unmet.keep_up(table)
         self._judge(before, names, repaired=whole)
         if gone:
             self._reset_connections(gone)

@@ -7,7 +7,7 @@ the dataplane was set up. docs/output.md is generated from this module.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sized
+from collections.abc import Collection, Iterable, Iterator
 from datetime import UTC, datetime
 from itertools import islice
 from typing import Final, Literal
@@ -84,9 +84,9 @@ def several(count: int, noun: str, nouns: str = "") -> str:
     return f"{count} {noun if count == 1 else nouns or f'{noun}s'}"
 
 
-def verb(subjects: Sized, one: str, several: str) -> str:
-    """Returns the form of a verb for one subject, or for several."""
-    return one if len(subjects) == 1 else several
+def verb(count: int, one: str, several: str) -> str:
+    """Returns the form of a verb for so many subjects."""
+    return one if count == 1 else several
 
 
 def some(items: Collection[str], separator: str = ", ", shown: int = 3) -> str:

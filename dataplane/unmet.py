@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from hybrid_proxy.dataplane.diff import Tally
+from hybrid_proxy.dataplane.diff import Follower
 from hybrid_proxy.dataplane.reports import several
 from hybrid_proxy.dataplane.table import Entry, ServiceTable
 
 
-class Unmet(Tally):
+class Unmet(Follower):
     """Counts the service ports that ask for what a mode does not do.
 
     Args:
@@ -45,8 +45,8 @@ class Unmet(Tally):
             if count
         ]
 
-    def _count(self, entries: tuple[Entry, ...], sign: int) -> None:
-        for entry in entries:
+    def _change(self, name: str, before: tuple[Entry, ...], after: tuple[Entry, ...]) -> None:
+        for entry, sign in (*((entry, -1) for entry in before), *((entry, 1) for entry in after)):
             self._other += sign * (self._known is not None and entry.algorithm not in self._known)
             if not self._weighs:
                 weights = {backend.weight for backend in entry.serving if backend.weight}

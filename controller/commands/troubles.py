@@ -18,7 +18,7 @@ from hybrid_proxy.controller.serving.protocol import AgentStatus, SourceStatus
 from hybrid_proxy.dataplane.firewall_rules import DSTNAT, Rule, Taken
 from hybrid_proxy.dataplane.modes.ebpf.maps.pools import SETTINGS
 from hybrid_proxy.dataplane.other_proxies import ITS_RULES, LEFT
-from hybrid_proxy.dataplane.reports import FORWARDING, Fill, Status, clock, several, some, unserved
+from hybrid_proxy.dataplane.reports import FORWARDING, Fill, Status, clock, several, some, unserved, verb
 from hybrid_proxy.dataplane.table import family_of
 
 NEARLY_FULL: Final = 0.9
@@ -304,7 +304,7 @@ def forwarding_trouble(family: int) -> Trouble:
 def forwarding_off(names: Sequence[str]) -> tuple[str, str]:
     """Say what it means that this node forwards nothing that comes in at these interfaces, and what to do."""
     settings = [f"net.ipv4.conf.{name.replace('.', '/')}.forwarding" for name in names]  # as sysctl wants it
-    text = f"{some(settings)} {'is' if len(names) == 1 else 'are'} 0, so this node forwards nothing that comes in there"
+    text = f"{some(settings)} {verb(len(names), 'is', 'are')} 0, so this node forwards nothing that comes in there"
     return text, some([f"`sysctl -w {each}=1`" for each in settings])
 
 

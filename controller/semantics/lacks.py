@@ -7,9 +7,9 @@ from typing import Literal
 
 import msgspec
 
-from hybrid_proxy.dataplane.diff import changed_services
+from hybrid_proxy.dataplane.diff import Follower
 from hybrid_proxy.dataplane.reports import PacketEvent
-from hybrid_proxy.dataplane.table import EMPTY, BackendSet, Entry, Kind, ServiceTable, WhenEmpty
+from hybrid_proxy.dataplane.table import BackendSet, Entry, Kind, ServiceTable, WhenEmpty
 
 Clients = Literal["all", "outside", "inside"]
 
@@ -51,24 +51,19 @@ def _by_clients(entry: Entry) -> Iterator[tuple[Clients, BackendSet]]:
         yield "inside" if inside else "outside", entry.backend_sets[frontend.internal if inside else frontend.external]
 
 
-class KnownLacks:
-    """The lacks of the newest table, found at the cost of what changed since the table before."""
+class KnownLacks(Follower):
+    """The lacks of the newest table."""
 
     def __init__(self) -> None:
-        self._table = EMPTY
         self._lacks: dict[str, tuple[bool, str, list[Lack]]] = {}  # by service; first those that had backends before
         self._listed: list[Lack] | None = None  # None: not since the last of these changes
 
-    def follow(self, table: ServiceTable) -> None:
-        """Find what distinguishes this table from the one before; whoever follows each never pays for many at once."""
-        for name in changed_services(self._table, table):
-            known = self._lacks.pop(name, None)
-            new = known[0] if known else name not in self._table.services
-            if found := list(lacks(table.services.get(name, ()))):
-                self._lacks[name] = new, name, found
-            if known or found:
-                self._listed = None
-        self._table = table
+    def _change(self, name: str, before: tuple[Entry, ...], after: tuple[Entry, ...]) -> None:
+        known = self._lacks.pop(name, None)
+        if found := list(lacks(after)):
+            self._lacks[name] = known[0] if known else not before, name, found
+        if known or found:
+            self._listed = None
 
     def of(self, table: ServiceTable) -> list[Lack]:
         """Returns the lacks of this table, first of services that had backends: the same object while they last."""

@@ -178,8 +178,7 @@ class Builder:
             health_ports=ports,
             left_to_node=self._left,
         )
-        if last is not EMPTY:  # of the first one they are found when somebody asks: to serve comes first
-            self._lacks.follow(self.table)
+        self._lacks.keep_up(self.table)
         return self.table
 
 

@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterable, Sequence
 from typing import Final
 
 from hybrid_proxy.controller.kubernetes import model
-from hybrid_proxy.dataplane.diff import Tally
+from hybrid_proxy.dataplane.diff import Follower
 from hybrid_proxy.dataplane.table import Entry, Kind, ServiceTable, WhenEmpty
 
 FAMILIES: Final = {4: "IPv4", 6: "IPv6"}
@@ -45,13 +45,17 @@ class Durations:
         self.sums[family] += seconds
 
 
-class TableTotals(Tally):
+class TableTotals(Follower):
     """Counters of a service table."""
 
     def __init__(self) -> None:
         self.ports = 0
         self.backends = 0
         self.no_local: Counter[tuple[int, str]] = Counter()  # family and policy -> services
+
+    def _change(self, name: str, before: tuple[Entry, ...], after: tuple[Entry, ...]) -> None:
+        self._count(before, -1)
+        self._count(after, 1)
 
     def _count(self, entries: tuple[Entry, ...], sign: int) -> None:
         self.ports += sign * len(entries)

@@ -105,6 +105,15 @@ class TestTableTotals:
         totals.follow(second)
         assert (totals.ports, totals.backends) == (2, 4)
 
+    def test_who_keeps_up_pays_nothing_before_somebody_asks(self):
+        totals = TableTotals()
+        first = table(a=(entry(),))
+        totals.keep_up(first)
+        assert totals.ports == 0
+        totals.follow(first)
+        totals.keep_up(table(first, a=(entry(),), b=(entry(),)))
+        assert totals.ports == 2
+
     def test_a_table_whose_predecessor_was_not_seen(self):
         totals = TableTotals()
         first = table(a=(entry(),))

@@ -354,7 +354,7 @@ def test_a_service_that_moved_is_ceded_when_a_kube_proxy_has_had_time_to_serve_i
 def test_a_conflict_is_logged_when_it_begins_and_when_it_ends(world: World, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO", "hybrid_proxy.controller.agent.syncer")
 
-    def reason_of() -> list[str]:
+    def logged() -> list[str]:
         lines = [record.getMessage() for record in caplog.records if record.getMessage().startswith("conflict")]
         caplog.clear()
         return lines
@@ -363,7 +363,7 @@ def test_a_conflict_is_logged_when_it_begins_and_when_it_ends(world: World, capl
     for name in ("first", "second"):
         world.syncer.observe(Upserted(Service("d", name, "ClusterIP", ("10.96.0.9",), ports=(port,)), 0.0))
     world.sync(first=True)
-    (line,) = reason_of()
+    (line,) = logged()
     assert line.startswith("conflict: d/second: ")
     assert "d/first" in line
     for number in range(3):  # other changes, and a mode that is opened again
@@ -371,7 +371,7 @@ def test_a_conflict_is_logged_when_it_begins_and_when_it_ends(world: World, capl
         world.sync()
     world.syncer.restart(Settings("me"))
     world.sync()
-    assert reason_of() == []
+    assert logged() == []
     world.syncer.observe(Removed("Service", "d/first"))
     world.sync()
-    assert reason_of() == [line.replace("conflict:", "conflict is over:")]
+    assert logged() == [line.replace("conflict:", "conflict is over:")]

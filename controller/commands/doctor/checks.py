@@ -562,7 +562,7 @@ def _sets(port: TablePort, facts: ServiceFacts) -> Iterator[Finding]:
     if not any(each.backends for each in port.backend_sets):
         why = next((each.why for each in port.backend_sets if each.why), "the service has no endpoints")
         why = why.removeprefix("no endpoint is ready, and ")
-        count = f"{several(len(unready), 'endpoint')} {verb(unready, 'is', 'are')}"
+        count = f"{several(len(unready), 'endpoint')} {verb(len(unready), 'is', 'are')}"
         what = f"0 of {count} ready: {some(unready)}: " if unready else "no endpoint is ready: "
         text = f"{what * (not why.startswith(NO_PORT))}{why} ({port.name}, IPv{port.family})"
         if why == NO_ENDPOINTS and (others := [end for each in facts.ports for end in ends_of(each)]):
@@ -699,7 +699,7 @@ def _stuck(facts: ServiceFacts) -> Iterator[Finding]:
         named = facts.client in dict(clients)
         whose = some([f"{client}{f' ({count})' * bool(clients[1:])}" for client, count in clients])
         ends = some(sorted({row.backend or "" for row in rows}))
-        text = f"{several(len(rows), 'flow')} of {whose} {verb(rows, 'stays', 'stay')} with {ends}, no backend now"
+        text = f"{several(len(rows), 'flow')} of {whose} {verb(len(rows), 'stays', 'stay')} with {ends}, no backend now"
         todo = f"restart these clients, or reset-gone-backends (docs/failover.md); `hybrid-proxy flows {facts.name}`"
         yield Finding("problem" if named else "warning", "flows", text, todo, "backend-gone", not named)
 

@@ -1,4 +1,4 @@
-"""PURE. Explains what came of doctor's connections, each that failed once."""
+"""PURE. Explains what came of doctor's connections: one that failed has one cause."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from hybrid_proxy.controller.commands.doctor.facts import (
     Tried,
     failures,
     places,
-)  # fmt: skip
+)
 from hybrid_proxy.dataplane.firewall_rules import Rule
 from hybrid_proxy.dataplane.reports import several, some, verb
 from hybrid_proxy.dataplane.table import family_of, socket_text
@@ -144,7 +144,7 @@ def _untried(facts: ServiceFacts, node: NodeFacts) -> Iterator[Finding]:
     if left := (known := _known(facts, node)) - {each.end for each in facts.tried}:
         lacking = {6 if target.startswith("[") else 4 for target, _ in left} - set(map(family_of, facts.own))
         why = f"this node has no IPv{max(lacking)} address to try it from" if lacking else "it tries no more at once"
-        text = f"{len(left)} of {several(len(known), 'backend')} {verb(left, 'was', 'were')} not tried: {why}"
+        text = f"{len(left)} of {several(len(known), 'backend')} {verb(len(left), 'was', 'were')} not tried: {why}"
         yield Finding("unknown", "connections", text, cause="untried")
 
 
@@ -241,7 +241,7 @@ def _of_losses(facts: ServiceFacts, node: NodeFacts, syns: Sequence[Tried]) -> F
     answered = sum(each.outcome not in LOST for each in syns)
     rule = next(iter(rules.candidates(facts, node, syns, facts.counted)), None)
     seen = f"{answered} of {several(len(syns), 'SYN')} to {_targets(syns)} {_from(syns)} "
-    seen += f"{verb(range(answered), 'was', 'were')} answered"
+    seen += f"{verb(answered, 'was', 'were')} answered"
     if rule and rule.away:  # conntrack may know the client's port from before: NAT is asked for new connections alone
         return rules.blamed(facts, [rule], syns, seen)
     link = next((each for each in facts.links if syns[0].host in each.addresses), None)
@@ -352,14 +352,15 @@ def _of_backends(direct: Sequence[Tried], facts: ServiceFacts, node: NodeFacts) 
             case "refused":
                 yield _refusal(worsts, targets, count, where, stays, facts)
             case "answered":
-                yield Finding(well, "connections", f"{count} {verb(targets, 'answers', 'answer')}, {_places(direct)}")
+                text = f"{count} {verb(len(targets), 'answers', 'answer')}, {_places(direct)}"
+                yield Finding(well, "connections", text)
                 for port in dict.fromkeys(one.port for one in worsts):
                     bad = {one.detail: one.sent for one in direct if (one.port, one.outcome) == (port, outcome)}
                     if "" not in bad:
                         text = f"{port} answers {next(iter(bad.values()))} by {some(sorted(bad))}"
                         yield Finding("warning", "connections", text, LOOK_AT_ANSWER)
             case "accepted":
-                text = f"{count} {verb(targets, 'accepts', 'accept')}, {_places(direct)}; "
+                text = f"{count} {verb(len(targets), 'accepts', 'accept')}, {_places(direct)}; "
                 text += "without their protocol, nobody can tell whether they answer"
                 yield Finding(well, "connections", text, "--path PATH asks by HTTP")
             case "sent":
@@ -368,7 +369,7 @@ def _of_backends(direct: Sequence[Tried], facts: ServiceFacts, node: NodeFacts) 
             case _:
                 one, many, cause, todo = FAILURES[outcome]
                 todo = todo.format(each.to)
-                text = f"{count} {verb(targets, one, many)}{where if outcome in LOST else ''}: {some(targets)}"
+                text = f"{count} {verb(len(targets), one, many)}{where if outcome in LOST else ''}: {some(targets)}"
                 text += f": {each.detail}" if each.detail else ""
                 suspects = [
                     rule for rule in rules.without_counter(facts, node, failing) if rule.pod or outcome == "silent"
@@ -395,9 +396,9 @@ def _refusal(
     numbers = {each.partition("/")[0] for each in shown}
     at = list(dict.fromkeys(place for each in worsts for place in facts.listening.get(each.end, ())))
     dead = list(dict.fromkeys(each.host for each in worsts if facts.listening.get(each.end) == ()))
-    text = f"{count} {verb(targets, 'refuses', 'refuse')} targetPort {', '.join(shown)}{where}: {some(targets)}"
+    text = f"{count} {verb(len(targets), 'refuses', 'refuse')} targetPort {', '.join(shown)}{where}: {some(targets)}"
     todo = "compare targetPort with the port that the container listens on, at all of its addresses"
-    listens = verb(targets, "it listens", "they listen")
+    listens = verb(len(targets), "it listens", "they listen")
     if not numbers.isdisjoint(at):
         text += f", although {listens} there: a firewall rejects"
         path = next((link.path for link in facts.links if first.host in link.addresses), "")
@@ -412,7 +413,7 @@ def _refusal(
     elif dead:
         todo = "the process does not run, or has not opened its port yet: see the container's log and state"
     if dead:
-        text += f"; nothing listens by {first.protocol} in {verb(dead, 'pod', 'pods')} {some(dead)}"
+        text += f"; nothing listens by {first.protocol} in {verb(len(dead), 'pod', 'pods')} {some(dead)}"
     return Finding("problem", "connections", f"{text}{stays}", todo, "backend-refuses", hits=len(targets))
 
 

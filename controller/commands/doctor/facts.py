@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from collections.abc import Set as AbstractSet
 from typing import Final, Literal, get_args
 
 import msgspec
@@ -150,7 +149,7 @@ class NodeFacts(msgspec.Struct, kw_only=True, frozen=True):
         return frozenset(one.entry for one in self.agent.dataplane.unprogrammed) if self.agent else frozenset()
 
     @property
-    def serving(self) -> AbstractSet[str]:
+    def serving(self) -> set[str]:
         """The modes that serve: one alone, but for those that only drain."""
         return self.programmed.keys() - {left.mode for left in (self.agent.draining if self.agent else ())}
 

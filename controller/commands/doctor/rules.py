@@ -128,7 +128,7 @@ def blamed(
         text, todo = f"{text}{rule} counted {several(facts.counted[rule], 'packet')} while {seen}", accept(rule)
     else:
         rules = twins or rules  # the node's own packets pass another chain than those of pods
-        text += f"{seen}; on their way {verb(rules, 'is', 'are')} {some(list(map(str, rules)), '; ')}"
+        text += f"{seen}; on their way {verb(len(rules), 'is', 'are')} {some(list(map(str, rules)), '; ')}"
         todo = f"it has no counter: {count_it(rule)}, then ask doctor again, which names the rule that counts"
         todo = t.no_nat(*rules) if rule.away else accept(rule) if rule.detour else todo
     own = rule.pod and {each.source for each in failed} <= {*rule.pod}
@@ -178,7 +178,7 @@ def outside(facts: ServiceFacts, node: NodeFacts, to: str) -> Iterator[Finding]:
         now = -idle(rules[0], facts)[0]
         sure = now > 0 and facts.stranger in words(rules[0].text)
         how = f"{'is' if sure else 'may be' if rules[0] in unsure else 'is probably'} blocked"
-        way = f"on the way of {who} {verb(rules, 'is', 'are')}"
+        way = f"on the way of {who} {verb(len(rules), 'is', 'are')}"
         way = f"{to} {how}: {way}" if facts.packet else f"{who} {how} by" if barred else way
         text = f"{way} {some(list(map(str, rules)), '; ')}"
         text += f"; the first counted {several(now, 'packet')} just now" * (now > 0)

@@ -247,8 +247,7 @@ class Ebpf(Programmer):
                 self.failover.forget()
                 self.table = EMPTY
             raise SyncError(f"the eBPF maps could not be programmed: {error}") from error
-        if not change.first:
-            self.reports.unmet.follow(table)
+        self.reports.unmet.keep_up(table)
         if self.store.plan.pools.deferred >= MOST_DEFERRED:  # else with the next maintenance: a thread wakes for it
             self.gc.grace.want(self.store.plan.pools.stamp)
         return SyncResult(changed, removed)

@@ -85,7 +85,7 @@ class Failover:
             self._spared_until = time.monotonic() + seconds
 
     def take_back(self, store: Store) -> None:
-        """Take back what doctor's connections met up to now: once a second is too late for whoever reads the counts."""
+        """Take back what doctor's connections met up to now: readers of the counts would see it for up to a second."""
         if time.monotonic() < self._spared_until:
             self._count(store)
 
